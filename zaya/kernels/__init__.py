@@ -27,7 +27,9 @@ def pick_backend(device: torch.device, requested: str = "auto") -> str:
     """
     name = os.environ.get("ZAYA_KERNELS", "") or requested
     if name not in BACKENDS:
-        raise ValueError(f"kernels: unknown backend {name!r} (ZAYA_KERNELS or the config field `kernels`); use one of {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"kernels: unknown backend {name!r} (ZAYA_KERNELS or the config field `kernels`); use one of {', '.join(BACKENDS)}"
+        )
     if name != "auto":
         return name
     return "triton" if device.type == "cuda" else "reference"

@@ -1,8 +1,8 @@
 """The ZAYA router after its down projection, in plain torch.
 
-    s = u + s_prev * scale                       (exponential depth averaging; the first layer has no s_prev)
-    p = softmax(W3 gelu(W2 gelu(W1 RMSNorm(s) + b1) + b2))      over E + 1 classes, in fp32; the last class is skip
-    e = argmax(p + balancing_biases),   gate weight = p_e        (the bias moves the choice only)
+s = u + s_prev * scale                       (exponential depth averaging; the first layer has no s_prev)
+p = softmax(W3 gelu(W2 gelu(W1 RMSNorm(s) + b1) + b2))      over E + 1 classes, in fp32; the last class is skip
+e = argmax(p + balancing_biases),   gate weight = p_e        (the bias moves the choice only)
 """
 
 from typing import NamedTuple
