@@ -5,12 +5,13 @@ Every stage of a release writes one folder through `stage_dir`: a temporary name
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def tree_hashes(folder: Path, skip: tuple[str, ...] = (MANIFEST,)) -> dict[str, str]:
-    """Digest of every file under `folder`, by relative path, except the names in `skip`."""
-    files = sorted(p for p in Path(folder).rglob("*") if p.is_file() and p.name not in skip)
-    return {p.relative_to(folder).as_posix(): sha256_file(p) for p in files}
+def tree_hashes(folder: Path, digest: Callable[[Path], str] = sha256_file) -> dict[str, str]:
+    """Digest of every file under `folder`, by relative path, except its manifest."""
+    files = sorted(p for p in Path(folder).rglob("*") if p.is_file() and p != Path(folder) / MANIFEST)
+    return {p.relative_to(folder).as_posix(): digest(p) for p in files}
 
 
 def _fsync(path: Path) -> None:
@@ -127,26 +128,44 @@ def whole_dir(path: Path) -> Iterator[Path]:
         raise
 
 
-@contextlib.contextmanager
-def stage_dir(path: Path, stage: str, inputs: dict[str, Any], timings: tuple[str, ...] = ()) -> Iterator[Path]:
-    """`whole_dir` with a manifest: what `stage` made at `path`, from which `inputs`, with a digest of every file.
+def write_manifest(
+    folder: Path,
+    stage: str,
+    inputs: dict[str, Any],
+    timings: tuple[str, ...] = (),
+    digest: Callable[[Path], str] = sha256_file,
+) -> None:
+    """Mark `folder` as what `stage` made from `inputs`, with a digest of every file in it.
 
-    inputs: JSON values that determine the result (settings, digests of what was read). timings: relative paths of
-    files that hold times, whose digests differ from run to run; the manifest lists them apart.
+    inputs: JSON values that determine the result (settings, digests of what was read). timings: glob patterns of
+    relative paths of files that hold times, which differ from run to run; the manifest lists them apart.
     """
+    hashes = tree_hashes(folder, digest)
+    timed = {k for k in hashes if any(fnmatch.fnmatch(k, pattern) for pattern in timings)}
+    write_json(
+        Path(folder) / MANIFEST,
+        {
+            "stage": stage,
+            "inputs": inputs,
+            "inputs_sha256": sha256_json(inputs),
+            "outputs": {k: v for k, v in hashes.items() if k not in timed},
+            "timings": {k: v for k, v in hashes.items() if k in timed},
+        },
+    )
+
+
+@contextlib.contextmanager
+def stage_dir(
+    path: Path,
+    stage: str,
+    inputs: dict[str, Any],
+    timings: tuple[str, ...] = (),
+    digest: Callable[[Path], str] = sha256_file,
+) -> Iterator[Path]:
+    """`whole_dir` that ends with `write_manifest`: the one way in which a stage writes its folder."""
     with whole_dir(path) as temporary:
         yield temporary
-        hashes = tree_hashes(temporary)
-        write_json(
-            temporary / MANIFEST,
-            {
-                "stage": stage,
-                "inputs": inputs,
-                "inputs_sha256": sha256_json(inputs),
-                "outputs": {k: v for k, v in hashes.items() if k not in timings},
-                "timings": {k: v for k, v in hashes.items() if k in timings},
-            },
-        )
+        write_manifest(temporary, stage, inputs, timings, digest)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

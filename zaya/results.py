@@ -1,4 +1,4 @@
-"""Results on disk: one JSON file per measurement, with what produced it. Every folder writes them, the board reads them."""
+"""Results on disk: one JSON file per measurement, with what produced it. Every folder writes them, the board reads."""
 
 import datetime
 import functools
@@ -15,7 +15,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zaya.errors import UserError
-from zaya.files import read_json, sha256_json, write_json
+from zaya.files import MANIFEST, read_json, sha256_file, sha256_json, write_json
 
 SCHEMA = 1
 Kind = Literal["quality", "latency", "training", "verify", "hardware"]
@@ -135,7 +135,7 @@ def provenance(started: datetime.datetime, seed: int | None = None) -> Provenanc
 
 
 def result_path(folder: Path, result: Result) -> Path:
-    """Where `save` puts a result: its name holds the kind, the subject, the measurement and a digest of the settings."""
+    """Where `save` puts a result: its name holds kind, subject, measurement and a digest of the settings."""
     parts = (result.kind, result.subject, result.name, sha256_json(result.settings)[:8])
     return Path(folder) / ("--".join(p.replace("/", "_").replace(" ", "_") for p in parts) + ".json")
 
@@ -145,6 +145,15 @@ def save(folder: Path, result: Result) -> Path:
     path = result_path(folder, result)
     write_json(path, result.model_dump())
     return path
+
+
+def digest(path: Path) -> str:
+    """Digest of a file for a stage's manifest: of a result file without its provenance, which holds times."""
+    if path.suffix == ".json":
+        value = read_json(path)
+        if isinstance(value, dict) and "schema_version" in value:
+            return sha256_json({k: v for k, v in value.items() if k != "provenance"})
+    return sha256_file(path)
 
 
 def load(path: Path) -> Result:
@@ -159,7 +168,7 @@ def load(path: Path) -> Result:
 
 def load_all(folder: Path) -> list[Result]:
     """Every result under `folder`, sorted by path. Raises UserError when there is none."""
-    files = sorted(p for p in Path(folder).rglob("*.json") if p.name != "manifest.json")
+    files = sorted(p for p in Path(folder).rglob("*--*.json") if p.name != MANIFEST)
     if not files:
         raise UserError(f"{folder}: no result files; run `zaya eval` or `zaya latency` first")
     return [load(p) for p in files]
