@@ -4,13 +4,15 @@ Exit codes: 0 good, 1 a check failed, 2 bad usage. A person's mistake is one lin
 """
 
 import difflib
+import errno
 import importlib
 import os
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
+from typer.core import TyperGroup
 
 from zaya.errors import CheckFailed, UserError
 
@@ -45,36 +47,56 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 }
 
 
-class LazyGroup(click.Group):
-    """A click group whose commands are imported on use, so that `zaya --help` stays fast."""
+UsageError = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 
-    def __init__(self, table: dict[str, tuple[Any, str]], **kwargs):
-        super().__init__(**kwargs)
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported on use, so that `zaya --help` stays fast. Alone it prints its help."""
+
+    def __init__(self, name: str, text: str | None, table: dict[str, tuple[Any, str]], callback: Callable):
+        app = typer.Typer(add_completion=False)
+        app.callback(invoke_without_command=True)(callback)
+        app.command("_")(callback)
+        made = typer.main.get_command(app)
+        super().__init__(
+            name=name,
+            help=text,
+            params=made.params,
+            callback=made.callback,
+            invoke_without_command=True,
+            rich_markup_mode=None,
+        )
         self.table = table
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx) -> list[str]:
         return list(self.table)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+    def get_command(self, ctx, name: str):
         if name not in self.table:
             return None
         target, text = self.table[name]
         if isinstance(target, dict):
-            return LazyGroup(target, name=name, help=text)
+            return LazyGroup(name, text, target, print_help)
         return load_command(name, target)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]):
-        near = difflib.get_close_matches(args[0], self.table, n=1)
-        if args[0] not in self.table and near:
+    def resolve_command(self, ctx, args: list[str]):
+        if args[0] not in self.table:
+            near = difflib.get_close_matches(args[0], self.table, n=1) or list(self.table)[:1]
             ctx.fail(f"no command {args[0]!r}; did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx, formatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self.table.items()])
 
 
-def load_command(name: str, target: str) -> click.Command:
+def print_help(ctx: typer.Context) -> None:
+    """What a group does when it is called without a command."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+def load_command(name: str, target: str):
     """Import "module:function" and make it a command. A missing package is a UserError that names the extra."""
     module, function = target.split(":")
     try:
@@ -90,31 +112,20 @@ def load_command(name: str, target: str) -> click.Command:
     return typer.main.get_command(app)
 
 
-root = LazyGroup(
-    COMMANDS,
-    name="zaya",
-    help="Pretrain a ZAYA1 model, prove it, and release it.",
-    params=[
-        click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."),
-        click.Option(["--version"], is_flag=True, help="Print the version and exit."),
-    ],
-    invoke_without_command=True,
-)
-
-
-@click.pass_context
-def _root(ctx: click.Context, debug: bool, version: bool) -> None:
+def start(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Pretrain a ZAYA1 model, prove it, and release it."""
     if debug:
         os.environ["ZAYA_DEBUG"] = "1"
     if version:
         from zaya import __version__
 
-        click.echo(f"zaya {__version__}")
-    elif ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
-
-
-root.callback = _root
+        print(f"zaya {__version__}")
+    else:
+        print_help(ctx)
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -123,36 +134,30 @@ def fail(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def run(command: click.Command, argv: list[str] | None = None) -> None:
-    """Run a command with the exit codes and one-line errors that every zaya command has."""
-    try:
-        code = command.main(args=argv, prog_name="zaya", standalone_mode=False)
-        raise SystemExit(code if isinstance(code, int) else 0)
-    except (UserError, click.UsageError, CheckFailed, Exception) as e:
-        if os.environ.get("ZAYA_DEBUG"):
-            raise
-        if isinstance(e, click.exceptions.NoArgsIsHelpError):
-            print(e.format_message(), file=sys.stderr)
-            raise SystemExit(2) from None
-        if isinstance(e, click.UsageError):
-            where = f" (see `{e.ctx.command_path} --help`)" if e.ctx else ""
-            fail(f"{e.format_message()}{where}", 2)
-        if isinstance(e, UserError):
-            fail(str(e), 2)
-        if isinstance(e, OSError) and e.errno == 28:
-            fail(f"{e.filename or 'the disk'}: no space left; free some and run the same command again", 2)
-        if isinstance(e, CheckFailed):
-            fail(str(e), 1)
-        if isinstance(e, click.Abort | KeyboardInterrupt):
-            fail("interrupted; the same command goes on from what is finished", 130)
-        fail(f"internal error, {type(e).__name__}: {e} (`zaya --debug …` shows the traceback)", 1)
-    except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from what is finished", 130)
+def describe(e: BaseException) -> tuple[str, int]:
+    """The one line and the exit code that an exception ends a command with."""
+    if isinstance(e, UsageError):
+        return f"{e.format_message()}{f' (see `{e.ctx.command_path} --help`)' if e.ctx else ''}", 2
+    if isinstance(e, UserError):
+        return str(e), 2
+    if isinstance(e, OSError) and e.errno == errno.ENOSPC:
+        return f"{e.filename or 'the disk'}: no space left; free some and run the same command again", 2
+    if isinstance(e, CheckFailed):
+        return str(e), 1
+    if isinstance(e, KeyboardInterrupt | typer.Abort):
+        return "interrupted; the same command goes on from what is finished", 130
+    return f"internal error, {type(e).__name__}: {e} (`zaya --debug ...` shows the traceback)", 1
 
 
 def main() -> None:
     """Entry point of the console script."""
-    run(root)
+    try:
+        code = LazyGroup("zaya", start.__doc__, COMMANDS, start).main(prog_name="zaya", standalone_mode=False)
+    except (Exception, KeyboardInterrupt) as e:
+        if os.environ.get("ZAYA_DEBUG"):
+            raise
+        fail(*describe(e))
+    raise SystemExit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":
