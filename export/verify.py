@@ -1,0 +1,147 @@
+"""Does an exported folder compute the same in stock transformers as in our class?
+
+Stock runs in a child process that never imports our package, through `AutoModelForCausalLM` with no remote code, as a
+user's script would. What it computed comes back as a file.
+"""
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from zaya.errors import CheckFailed, UserError
+from zaya.files import sha256_file, stage_dir
+
+CHILD = Path(__file__).with_name("_stock_child.py")
+
+
+def read_prompts(folder: Path, text: Path | None, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of different lengths up to `length` tokens, from the texts in `text` or the folder's own README.
+
+    Raises UserError for a missing or empty file, or a folder without a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: not an exported folder (no config.json); make it with `zaya export`")
+    if text is not None and not text.is_file():
+        raise UserError(f"{text}: no such file of probe texts; `zaya data tokenize` writes heldout.jsonl")
+    source = text or folder / "README.md"
+    if source.suffix == ".jsonl":
+        texts = [json.loads(line)["text"] for line in source.read_text(encoding="utf-8").splitlines()[:count]]
+    else:
+        texts = [source.read_text(encoding="utf-8")]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer(t)["input_ids"] for t in texts if t.strip()]
+    if not ids:
+        raise UserError(f"{source}: holds no text to probe with")
+    return [ids[i % len(ids)][: max(1, length * (i + 1) // count)] for i in range(count)]
+
+
+def run_stock(folder: Path, prompts: list[list[int]], new_tokens: int, scratch: Path) -> dict[str, Any]:
+    """Logits and greedy tokens of stock transformers, from a child process without our package."""
+    request, answer = scratch / "request.json", scratch / "answer.safetensors"
+    request.write_text(json.dumps({"prompts": prompts, "new_tokens": new_tokens}))
+    done = subprocess.run(
+        [sys.executable, "-P", str(CHILD), str(folder), str(request), str(answer)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        raise CheckFailed(
+            f"{folder}: stock transformers cannot load or run it: {done.stderr.strip().splitlines()[-1]}"
+        )
+    return {"class": done.stdout.strip().splitlines()[-1], "tensors": load_file(answer)}
+
+
+def run_ours(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The same with our class; also how many probe tokens chose each class, [L, E + 1]."""
+    from export._stock_child import compute
+    from zaya import ZayaForCausalLM
+
+    model = ZayaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = compute(model, prompts, new_tokens)
+    model.train()
+    with torch.enable_grad():
+        for prompt in prompts:
+            model(torch.tensor([prompt]))
+    return tensors, model.pop_expert_counts()
+
+
+def compare(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Largest logit difference, and how many greedy tokens agree."""
+    keys = [k for k in ours if k.startswith("logits")]
+    tokens = [(ours[k], stock[k]) for k in ours if k.startswith("tokens")]
+    return {
+        "max_logit_difference": max((ours[k] - stock[k]).abs().max().item() for k in keys),
+        "equal_tokens": sum(int((a == b).sum()) for a, b in tokens),
+        "tokens": sum(a.numel() for a, _ in tokens),
+    }
+
+
+def verify_folder(
+    folder: Path,
+    out: Path | None = None,
+    text: Path | None = None,
+    prompts: int = 8,
+    new_tokens: int = 32,
+    atol: float = 1e-4,
+    vllm: bool = False,
+) -> dict[str, Any]:
+    """Compare an exported ZAYA folder in our class and in stock's; write a result into `out` when it is given.
+
+    Raises CheckFailed when logits differ by more than `atol` or a greedy token differs (after `out` is written), and
+    UserError when `folder` is not an exported ZAYA folder.
+    """
+    began = datetime.datetime.now(datetime.UTC)
+    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    ids = read_prompts(folder, text, prompts, 96)
+    if config.get("model_type") != "zaya":
+        raise UserError(f"{folder}: model_type is {config.get('model_type')!r}; verify compares ZAYA folders only")
+    ours, counts = run_ours(folder, ids, new_tokens)
+    with tempfile.TemporaryDirectory() as scratch:
+        stock = run_stock(folder, ids, new_tokens, Path(scratch))
+    report = compare(ours, stock["tensors"]) | {
+        "stock_class": stock["class"],
+        "classes_used_per_layer": (counts > 0).sum(1).tolist(),
+        "skip_share": (counts[:, -1].sum() / counts.sum()).item(),
+        "atol": atol,
+    }
+    if vllm:
+        report["vllm"] = verify_vllm(folder, ids)
+    if out is not None:
+        write_result(folder, out, report, began)
+    if report["max_logit_difference"] > atol or report["equal_tokens"] != report["tokens"]:
+        raise CheckFailed(
+            f"{folder}: stock transformers differs: logits by {report['max_logit_difference']:.2e} (allowed {atol:.0e}),"
+            f" {report['equal_tokens']} of {report['tokens']} greedy tokens equal"
+        )
+    return report
+
+
+def write_result(folder: Path, out: Path, report: dict[str, Any], began: datetime.datetime) -> None:
+    """The report as a result file in the stage folder `out`."""
+    from zaya.results import Metric, Result, digest, provenance, save
+
+    sha = sha256_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else None
+    settings = {"atol": report["atol"], "against": report["stock_class"], "dtype": "float32"}
+    result = Result(
+        kind="verify",
+        name="stock-transformers",
+        subject=folder.name,
+        subject_sha256=sha,
+        metrics=[
+            Metric(name="max_logit_difference", value=report["max_logit_difference"], unit="logit"),
+            Metric(name="equal_tokens", value=report["equal_tokens"], unit="tokens", n=report["tokens"]),
+            Metric(name="skip_share", value=report["skip_share"], unit="fraction"),
+            Metric(name="min_classes_used", value=min(report["classes_used_per_layer"]), unit="classes"),
+        ],
+        settings=settings,
+        provenance=provenance(began),
+    )
+    with stage_dir(out, "verify", {"model": sha, **settings}, digest=digest) as stage:
+        save(stage, result)
