@@ -57,13 +57,12 @@ def torch_row() -> Row:
 
 
 def triton_row() -> Row:
-    if importlib.util.find_spec("triton") is None:
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
         return Row("Triton", "missing", "not installed: kernels cannot be built", "pip install 'zaya[kernels]'")
     import torch
 
-    backends = sorted(
-        p.name for p in (Path(importlib.util.find_spec("triton").origin).parent / "backends").iterdir() if p.is_dir()
-    )
+    backends = sorted(p.name for p in (Path(spec.origin).parent / "backends").iterdir() if p.is_dir())
     targets = [{"amd": "gfx942 (compile)", "nvidia": "sm_90 (compile)"}[b] for b in backends if b in ("amd", "nvidia")]
     runs = "runs on this GPU" if torch.cuda.is_available() else "runs in the interpreter only"
     return Row("Triton", "ok", f"{versions().get('triton')}; targets {', '.join(targets)}; {runs}")

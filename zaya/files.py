@@ -98,13 +98,28 @@ def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
+def _replaced(path: Path) -> Path:
+    return path.parent / f".{path.name}.replaced"
+
+
+def recover(path: Path) -> Path:
+    """Undo a replacement of the folder `path` that was killed between its two renames. Returns `path`."""
+    path = Path(path)
+    if _replaced(path).exists():
+        if path.exists():
+            shutil.rmtree(_replaced(path))
+        else:
+            os.rename(_replaced(path), path)
+    return path
+
+
 @contextlib.contextmanager
 def whole_dir(path: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all: yields a temporary sibling, renamed to `path` on success.
 
     What was at `path` is replaced only then. Leftovers of killed runs beside it are removed first.
     """
-    path = Path(path)
+    path = recover(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{path.name}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -116,10 +131,9 @@ def whole_dir(path: Path) -> Iterator[Path]:
             _fsync(file)
         _fsync(temporary)
         if path.exists():
-            old = path.parent / f".{path.name}.tmp-old"
-            os.rename(path, old)
+            os.rename(path, _replaced(path))
             os.rename(temporary, path)
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(_replaced(path), ignore_errors=True)
         else:
             os.rename(temporary, path)
         _fsync(path.parent)

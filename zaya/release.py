@@ -92,17 +92,16 @@ def plan(recipe_path: Path, recipe: dict[str, Any], out: Path) -> list[Stage]:
         for arm in arms
     }
     stages = [data, *trained.values()]
-    if recipe["bench"]["seconds"] > 0:
-        stages.append(
-            Stage(
-                "bench",
-                ["bench", "loop", at, "--data", str(data.out), "--out", str(out / "bench")],
-                out / "bench",
-                {k: recipe[k] for k in ("seed", "train", "model", "bench")},
-                (data,),
-                packages=("torch", "transformers", "accelerate"),
-            )
+    stages.append(
+        Stage(
+            "bench",
+            ["bench", "loop", at, "--data", str(data.out), "--out", str(out / "bench")],
+            out / "bench",
+            {k: recipe[k] for k in ("seed", "train", "model", "bench")},
+            (data,),
+            packages=("torch", "transformers", "accelerate"),
         )
+    )
     exported = [_export(recipe, out, names[arm], stage, "") for arm, stage in trained.items()]
     exported.append(_export(recipe, out, "random", trained["zaya"], "/checkpoints/step-000000"))
     stages += exported
@@ -243,7 +242,9 @@ def release(
         if name not in names:
             raise UserError(f"no stage {name!r} in this recipe; the stages are {', '.join(names)}")
     stages = stages[: names.index(until) + 1] if until else stages
-    ran, skipped, began = [], [], time.monotonic()
+    ran: list[str] = []
+    skipped: list[str] = []
+    began = time.monotonic()
     if not dry_run:
         preflight(out, any(s.name.startswith("latency") for s in stages))
     with only_one(out):
