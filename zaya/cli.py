@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 }
 
 
-UsageError = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
+UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 
 
 class LazyGroup(TyperGroup):
@@ -134,7 +134,7 @@ def fail(message: str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def describe(e: BaseException) -> tuple[str, int]:
+def describe(e: Any) -> tuple[str, int]:
     """The one line and the exit code that an exception ends a command with."""
     if isinstance(e, UsageError):
         return f"{e.format_message()}{f' (see `{e.ctx.command_path} --help`)' if e.ctx else ''}", 2

@@ -162,7 +162,8 @@ def resolve(recipe_path: Path) -> dict[str, Any]:
     done = subprocess.run(command(["train", str(recipe_path), "--check", "--json"]), capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
-        raise UserError((lines[-1] if lines else "the recipe check failed").removeprefix("error: "))
+        error = UserError if done.returncode == 2 else CheckFailed
+        raise error((lines[-1] if lines else "the recipe check failed").removeprefix("error: "))
     return json.loads(done.stdout)
 
 
