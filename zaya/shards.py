@@ -1,7 +1,7 @@
 """Token shards: flat little-endian files of token ids, and an index that says what they are.
 
 A data folder holds `<split>-00000.bin`, `<split>-00001.bin`, … and `index.json` with the tokens and digest of each
-file, the vocabulary's size, and one fingerprint over all of it, by which a checkpoint knows the data it was trained on.
+file, the size of the vocabulary, and one fingerprint over all of it, by which a checkpoint knows its training data.
 """
 
 from collections.abc import Iterable, Iterator

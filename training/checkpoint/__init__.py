@@ -1,0 +1,1 @@
+"""Checkpoints: step folders that are whole or absent, read alone by export."""
