@@ -1,0 +1,698 @@
+"""ZAYA1 in plain PyTorch, top to bottom.
+
+Shapes: B batch, S tokens, D hidden size, H query heads, G key/value heads, d head size, C = (H + G) d convolution
+channels, E experts, R router width, V vocabulary, T = B S tokens laid end to end.
+
+One layer, on a residual stream r that stays in fp32:
+
+    r = (attention(norm(r)) + b1) * s1 + (r + b2) * s2
+    r = (experts(norm(r)) + b3) * s3 + (r + b4) * s4
+
+Attention is compressed convolutional attention (arXiv 2510.04476); the experts are top-1 with a skip class, chosen by a
+router whose state is carried from layer to layer (arXiv 2511.17127). docs/architecture.md explains both.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from zaya.cache import read_state, write_state
+from zaya.configuration_zaya import ZayaConfig
+from zaya.errors import UserError
+from zaya.kernels.moe import moe
+from zaya.kernels.router import router
+from zaya.masking import Layout, depth_from_cu_seqlens, make_layout
+
+# transformers 5.23 renamed the cache in its outputs
+_CACHE_FIELD = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class ZayaRMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis; the mean square is taken in fp32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.weight.dtype)
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class ZayaRotaryEmbedding(nn.Module):
+    """Cosines and sines [B, S, rotated / 2] in fp32 for each layer type (RoFormer, arXiv 2104.09864)."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        self.config = config
+        self.scaling = {}
+        for layer_type in sorted(set(config.layer_types)):
+            frequencies, self.scaling[layer_type] = self.frequencies(layer_type)
+            self.register_buffer(f"{layer_type}_inv_freq", frequencies, persistent=False)
+
+    def frequencies(self, layer_type: str) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies [rotated / 2] and the factor on cosines and sines."""
+        rope = self.config.rope_parameters[layer_type]
+        if rope["rope_type"] != "default":
+            return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, layer_type=layer_type)
+        rotated = int(self.config.head_dim * rope["partial_rotary_factor"])
+        return rope["rope_theta"] ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated), 1.0
+
+    @torch.no_grad()
+    def forward(self, position_ids: torch.Tensor, layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * getattr(self, f"{layer_type}_inv_freq").float()
+        return angles.cos() * self.scaling[layer_type], angles.sin() * self.scaling[layer_type]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first channels of x [B, S, heads, d], in halves, by cos and sin [B, S, rotated / 2]."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+class CausalConv(nn.Conv1d):
+    """Holds the weights of a causal convolution; `ZayaCCA` applies them, so that it can stop at document starts."""
+
+    def __init__(self, channels: int, kernel_size: int, groups: int):
+        super().__init__(channels, channels, kernel_size, groups=groups)
+
+
+class ZayaCCA(nn.Module):
+    """Queries, keys and values of compressed convolutional attention (arXiv 2510.04476, section 3).
+
+        q = Wq h, k = Wk h                      mq = (q + repeat(k)) / 2,  mk = mean of mq over a group's heads
+        (q', k') = grouped(depthwise(q || k))   two causal convolutions with nothing between them
+        query = q' + mq,  key = k' + mk,  value_t = Wv_current h_t || Wv_delayed h_{t-1}
+
+    Before a document's first token q, k and h are zero, so the grouped convolution sees the depthwise bias there.
+    """
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.heads, self.groups, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        hidden, bias = config.hidden_size, config.attention_bias
+        q_size, kv_size = self.heads * self.head_dim, self.groups * self.head_dim
+        self.q_proj = nn.Linear(hidden, q_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
+        self.v_proj_current = nn.Linear(hidden, kv_size // 2, bias=bias)
+        self.v_proj_delayed = nn.Linear(hidden, kv_size // 2, bias=bias)
+        self.conv_qk_depthwise = CausalConv(q_size + kv_size, config.cca_time0, groups=q_size + kv_size)
+        self.conv_qk_grouped = CausalConv(q_size + kv_size, config.cca_time1, groups=self.heads + self.groups)
+        self.reach = config.cca_time0 + config.cca_time1 - 2  # columns before a token that its query and key read
+
+    def forward(self, h: torch.Tensor, layout: Layout, cache=None):
+        """h [B, S, D] -> query [B, S, H, d], key and value [B, S, G, d]."""
+        if layout.real is not None:
+            h = h * layout.real.unsqueeze(-1).to(h.dtype)
+        batch, length = h.shape[:2]
+        q, k = self.q_proj(h), self.k_proj(h)
+        delayed = self.v_proj_delayed(h)
+        columns, delayed_before = torch.cat([q, k], dim=-1), self._first_delayed(delayed)
+        state = read_state(cache, self.layer_idx)
+        if state is None:
+            columns = F.pad(columns, (0, 0, self.reach, 0))
+        else:
+            columns, delayed_before = torch.cat([state[0], columns], dim=1), state[1]
+        delayed = torch.cat([delayed_before, delayed], dim=1)
+        if cache is not None:
+            self._remember(cache, columns, delayed, layout.real)
+
+        mixed = self.convolve(columns, layout.depth)  # [B, S, H + G, d]
+        mean_q, mean_k = self._means(q, k)
+        query = mixed[:, :, : self.heads] + mean_q
+        key = mixed[:, :, self.heads :] + mean_k
+
+        late = delayed[:, :-1]
+        if layout.depth is not None:
+            late = late.where((layout.depth > 0).unsqueeze(-1), self._first_delayed(delayed))
+        value = torch.cat([self.v_proj_current(h), late], dim=-1)
+        return query, key, value.view(batch, length, self.groups, self.head_dim)
+
+    def convolve(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
+        """columns [B, reach + S, C] before the convolutions -> [B, S, H + G, d] after both."""
+        narrow = self._depthwise(columns, depth)  # [B, S + k1 - 1, C]
+        conv, taps = self.conv_qk_grouped, self.conv_qk_grouped.kernel_size[0]
+        batch, length = narrow.shape[0], narrow.shape[1] - taps + 1
+        heads = self.heads + self.groups
+        seen = [narrow[:, j : j + length] for j in range(taps)]
+        if depth is not None:
+            seen = [self._within(x, depth, taps - 1 - j, self.conv_qk_depthwise.bias) for j, x in enumerate(seen)]
+        stacked = torch.stack(seen, dim=2).view(batch, length, taps, heads, self.head_dim)
+        stacked = stacked.permute(3, 0, 1, 2, 4).reshape(heads, batch * length, taps * self.head_dim)
+        weight = conv.weight.view(heads, self.head_dim, self.head_dim, taps).permute(0, 3, 2, 1)
+        weight = weight.reshape(heads, taps * self.head_dim, self.head_dim)
+        out = torch.baddbmm(conv.bias.view(heads, 1, self.head_dim), stacked, weight)
+        return out.view(heads, batch, length, self.head_dim).permute(1, 2, 0, 3)
+
+    def _depthwise(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
+        conv, taps = self.conv_qk_depthwise, self.conv_qk_depthwise.kernel_size[0]
+        length = columns.shape[1] - taps + 1
+        if depth is not None:
+            depth = F.pad(depth, (length - depth.shape[1], 0), value=self.reach)
+        out = conv.bias.float()
+        for j in range(taps):
+            seen = columns[:, j : j + length]
+            if depth is not None:
+                seen = self._within(seen, depth, taps - 1 - j, 0)
+            out = out + seen * conv.weight[:, 0, j].float()
+        return out.to(columns.dtype)
+
+    @staticmethod
+    def _within(seen: torch.Tensor, depth: torch.Tensor, back: int, before: Any) -> torch.Tensor:
+        """`seen` [B, S, C] holds each token's predecessor `back` places before; `before` where that is outside its
+        document."""
+        return seen if back == 0 else torch.where((depth >= back).unsqueeze(-1), seen, before)
+
+    def _means(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = q.unflatten(-1, (self.groups, self.heads // self.groups, self.head_dim))
+        k = k.unflatten(-1, (self.groups, 1, self.head_dim))
+        mean_q = (q + k) * 0.5
+        return mean_q.flatten(2, 3), mean_q.mean(dim=3)
+
+    def _first_delayed(self, like: torch.Tensor) -> torch.Tensor:
+        """The delayed value of a document's first token: the projection of zero, [B, 1, G d / 2]."""
+        first = like.new_zeros(like.shape[0], 1, like.shape[2])
+        return first if self.v_proj_delayed.bias is None else first + self.v_proj_delayed.bias
+
+    def _remember(self, cache, columns: torch.Tensor, delayed: torch.Tensor, real: torch.Tensor | None) -> None:
+        """Keep what the next token reads. Padding at the end is left out, so that it may be read over later."""
+        if real is not None:
+            index = torch.arange(1, real.shape[1] + 1, device=real.device)
+            last = index.where(real, 0).amax(1)  # real tokens' end, 0 where there is none
+            columns = _window(columns, last, self.reach)
+            delayed = _window(delayed, last, 1)
+        write_state(cache, self.layer_idx, columns[:, -self.reach :], delayed)
+
+
+def _window(x: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
+    """x[b, start[b] : start[b] + width] for x [B, n, C]."""
+    index = start[:, None] + torch.arange(width, device=x.device)
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+
+class ZayaQKNorm(nn.Module):
+    """Queries and keys at length sqrt(d); keys times a learned temperature per key/value head."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        self.length = config.head_dim**0.5
+        self.temp = nn.Parameter(torch.ones(config.num_key_value_heads))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [B, S, H, d], key [B, S, G, d] -> the same in fp32."""
+        eps = torch.finfo(query.dtype).eps
+        query, key = query.float(), key.float()
+        query = query * (self.length / query.norm(dim=-1, keepdim=True).clamp_min(eps))
+        key = key * (self.length * self.temp.float().unsqueeze(-1) / key.norm(dim=-1, keepdim=True).clamp_min(eps))
+        return query, key
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """softmax(q k / sqrt(d)) v, written out: query [B, H, S, d], key and value [B, G, K, d] -> [B, S, H, d], weights."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = F.dropout(scores.float().softmax(-1).to(query.dtype), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class ZayaAttention(nn.Module):
+    """Grouped-query attention over what CCA makes."""
+
+    is_causal = True
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "hybrid_sliding" else None
+        self.scaling = config.head_dim**-0.5
+        self.qkv_proj = ZayaCCA(config, layer_idx)
+        self.qk_norm = ZayaQKNorm(config)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias
+        )
+
+    def forward(self, h: torch.Tensor, layout: Layout, rope, cache=None, **kwargs: Any):
+        """h [B, S, D] -> output [B, S, D] and attention weights (eager only)."""
+        query, key, value = self.qkv_proj(h, layout, cache)
+        query, key = self.qk_norm(query, key)
+        query = rotate(query, *rope).to(h.dtype).transpose(1, 2)
+        key = rotate(key, *rope).to(h.dtype).transpose(1, 2)
+        value = value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            layout.attention_mask(self.layer_type),
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **layout.flash,
+            **kwargs,
+        )
+        return self.o_proj(out.flatten(2)), weights
+
+
+class ZayaRouterMLP(nn.Module):
+    """Holds the weights of the router's MLP; `zaya.kernels.router` applies them."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        size = config.router_hidden_size
+        self.norm = ZayaRMSNorm(size, config.rms_norm_eps)
+        self.fc1 = nn.Linear(size, size)
+        self.fc2 = nn.Linear(size, size)
+        self.out_proj = nn.Linear(size, config.num_experts + 1, bias=False)
+
+
+class ZayaRouter(nn.Module):
+    """Chooses one of E experts or the skip class for each token (arXiv 2511.17127, section on the router).
+
+        u = W h + b + u_before * scale           exponential depth averaging: u goes on to the next layer
+        p = softmax(MLP(RMSNorm(u))),  e = argmax(p + balancing_biases),  weight = p_e
+
+    The balancing biases move the choice only; training shifts them towards equal loads (`pop_expert_counts`).
+    """
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.down_proj = nn.Linear(config.hidden_size, config.router_hidden_size)
+        self.router_states_scale = nn.Parameter(torch.ones(config.router_hidden_size)) if layer_idx else None
+        self.router_mlp = ZayaRouterMLP(config)
+        self.register_buffer("balancing_biases", torch.zeros(config.num_experts + 1, dtype=torch.float32))
+        self.balancing_biases[-1] = -1.0
+
+    def forward(self, h: torch.Tensor, state: torch.Tensor | None, keep_logits: bool = False):
+        """h [T, D] and the layer before's state [T, R] -> Routing."""
+        mlp = self.router_mlp
+        return router(
+            self.down_proj(h),
+            state,
+            self.router_states_scale,
+            mlp.norm.weight,
+            (mlp.fc1.weight, mlp.fc1.bias),
+            (mlp.fc2.weight, mlp.fc2.bias),
+            mlp.out_proj.weight,
+            self.balancing_biases,
+            mlp.norm.eps,
+            backend=self.config.kernels,
+            keep_logits=keep_logits,
+        )
+
+    def _apply(self, fn, recurse=True):
+        # biases in bf16 choose other experts: they stay in fp32 through .bfloat16(), .half() and .to(dtype)
+        before = self.balancing_biases
+        super()._apply(fn, recurse)
+        after = self.balancing_biases
+        if after.dtype != torch.float32:
+            self.balancing_biases = before.float().to(after.device)
+        return self
+
+
+class ZayaExperts(nn.Module):
+    """Holds E SwiGLU experts; `zaya.kernels.moe` applies them."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+
+
+class ZayaMoE(nn.Module):
+    """weight * expert_e(h), and for the skip class nothing, or weight * h with the `input` semantics."""
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.gate = ZayaRouter(config, layer_idx)
+        self.experts = ZayaExperts(config)
+
+    def forward(self, h: torch.Tensor, state: torch.Tensor | None, keep_logits: bool = False):
+        """h [B, S, D], state [T, R] or None -> y [B, S, D] and Routing over the T tokens."""
+        flat = h.flatten(0, 1)
+        routing = self.gate(flat, state, keep_logits)
+        weights = routing.gate_weights
+        y = moe(
+            flat,
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            routing.expert_ids,
+            weights,
+            backend=self.config.kernels,
+        )
+        if self.config.skip_semantics == "input":
+            skipped = (routing.expert_ids == self.config.num_experts).unsqueeze(1)
+            y = torch.where(skipped, (flat * weights.unsqueeze(1)).to(y.dtype), y)
+        return y.view_as(h), routing
+
+
+class ZayaResidualScaling(nn.Module):
+    """(h + b) * s + (r + b') * s': the branch h joins the fp32 residual stream r."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.hidden_states_scale = nn.Parameter(torch.ones(size))
+        self.hidden_states_bias = nn.Parameter(torch.zeros(size))
+        self.residual_scale = nn.Parameter(torch.ones(size))
+        self.residual_bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        branch = (h + self.hidden_states_bias) * self.hidden_states_scale
+        return branch + (residual + self.residual_bias) * self.residual_scale
+
+
+class ZayaDecoderLayer(nn.Module):
+    """Attention, then experts, each behind a norm and joined to the residual stream."""
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.num_classes = config.num_experts + 1
+        self.input_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = ZayaAttention(config, layer_idx)
+        self.post_attention_residual_scale = ZayaResidualScaling(config.hidden_size)
+        self.post_attention_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = ZayaMoE(config, layer_idx)
+        self.post_mlp_residual_scale = ZayaResidualScaling(config.hidden_size)
+
+    def forward(self, residual, state, layout, rope, cache=None, count=False, keep_logits=False, **kwargs):
+        """residual [B, S, D] fp32 and router state [T, R] -> (residual, state, expert counts [E + 1] int64 or None,
+        router logits [T, E + 1] or None, attention weights or None)."""
+        a, attention = self.self_attn(self.input_layernorm(residual), layout, rope, cache, **kwargs)
+        residual = self.post_attention_residual_scale(a, residual)
+        m, routing = self.mlp(self.post_attention_layernorm(residual), state, keep_logits)
+        residual = self.post_mlp_residual_scale(m, residual)
+        counts = self._count(routing.expert_ids, layout.real) if count else None
+        return residual, routing.state, counts, routing.logits if keep_logits else None, attention
+
+    @torch.no_grad()
+    def _count(self, expert_ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        chosen = expert_ids.unsqueeze(1) == torch.arange(self.num_classes, device=expert_ids.device)
+        if real is not None:
+            chosen = chosen & real.reshape(-1, 1)
+        return chosen.sum(0)
+
+
+class ZayaPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation."""
+
+    config_class = ZayaConfig
+    config: ZayaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ZayaDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
+    _keep_in_fp32_modules_strict = ["balancing_biases"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial weights for training: as stock, but temperatures 1, so that attention is not uniform at the start."""
+        super()._init_weights(module)
+        if isinstance(module, ZayaResidualScaling):
+            init.ones_(module.hidden_states_scale)
+            init.zeros_(module.hidden_states_bias)
+            init.ones_(module.residual_scale)
+            init.zeros_(module.residual_bias)
+        elif isinstance(module, ZayaModel):
+            init.ones_(module.input_hidden_states_scale)
+            init.zeros_(module.input_hidden_states_bias)
+        elif isinstance(module, ZayaQKNorm):
+            init.ones_(module.temp)
+        elif isinstance(module, ZayaRouter):
+            if module.router_states_scale is not None:
+                init.ones_(module.router_states_scale)
+            biases = torch.zeros(module.config.num_experts + 1)
+            biases[-1] = -1.0
+            init.copy_(module.balancing_biases, biases)
+        elif isinstance(module, ZayaExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, ZayaRotaryEmbedding):
+            for layer_type in module.scaling:
+                init.copy_(getattr(module, f"{layer_type}_inv_freq"), module.frequencies(layer_type)[0])
+
+
+class ZayaModel(ZayaPreTrainedModel):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.input_hidden_states_scale = nn.Parameter(torch.ones(config.hidden_size))
+        self.input_hidden_states_bias = nn.Parameter(torch.zeros(config.hidden_size))
+        self.layers = nn.ModuleList(ZayaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = ZayaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self._expert_counts: torch.Tensor | None = None
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cache=None,
+        cu_seqlens: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ):
+        """Last hidden states [B, S, D], and the cache.
+
+        input_ids [B, S] or inputs_embeds [B, S, D]; attention_mask [B, past + S], nonzero at real tokens.
+        position_ids [B, S]: where they restart, a document of its own begins; cu_seqlens [n + 1] says the same as
+        bounds in the B x S tokens laid end to end. `past_key_values` and `cache` are two names of one argument.
+        """
+        cache = past_key_values if cache is None else cache
+        _check_inputs(self.config, input_ids, inputs_embeds, attention_mask, cache)
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        cu_seqlens = kwargs.pop("cu_seq_lens_q", None) if cu_seqlens is None else cu_seqlens
+        for unused in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+            kwargs.pop(unused, None)
+        layout = make_layout(self.config, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
+        if position_ids is None:
+            position_ids = self._positions(inputs_embeds, cu_seqlens, cache)
+        want = _wanted(self.config, output_hidden_states, output_attentions, output_router_logits)
+        out = self._run_layers(inputs_embeds, layout, position_ids, cache, want, kwargs)
+        out = MoeModelOutputWithPast(**out, **{_CACHE_FIELD: cache if use_cache else None})
+        return out if return_dict is not False else out.to_tuple()
+
+    def _positions(self, inputs_embeds, cu_seqlens, cache) -> torch.Tensor:
+        batch, length = inputs_embeds.shape[:2]
+        if cu_seqlens is not None:
+            return depth_from_cu_seqlens(cu_seqlens.to(inputs_embeds.device), batch, length)
+        past = 0 if cache is None else cache.get_seq_length()
+        return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
+
+    def _run_layers(self, inputs_embeds, layout, position_ids, cache, want, kwargs) -> dict[str, Any]:
+        hidden_states, attentions, router_logits, counts = [], [], [], []
+        residual = ((inputs_embeds + self.input_hidden_states_bias) * self.input_hidden_states_scale).float()
+        rope = {t: self.rotary_emb(position_ids, t) for t in self.rotary_emb.scaling}
+        state = None
+        count = self.training and torch.is_grad_enabled()
+        for layer in self.layers:
+            hidden_states.append(residual)
+            run = layer
+            if self.gradient_checkpointing and self.training:
+                run = lambda *args, layer=layer, **kw: self._gradient_checkpointing_func(layer.__call__, *args, **kw)
+            residual, state, counted, logits, attention = run(
+                residual,
+                state,
+                layout,
+                rope[layer.self_attn.layer_type],
+                cache,
+                count,
+                want["router_logits"],
+                **kwargs,
+            )
+            counts.append(counted)
+            attentions.append(attention)
+            router_logits.append(logits)
+        if count:
+            self._add_counts(torch.stack(counts))
+        last = self.norm(residual)
+        return {
+            "last_hidden_state": last,
+            "hidden_states": (*hidden_states, last) if want["hidden_states"] else None,
+            "attentions": tuple(attentions) if want["attentions"] else None,
+            "router_logits": tuple(router_logits) if want["router_logits"] else None,
+        }
+
+    def _add_counts(self, counts: torch.Tensor) -> None:
+        # not a buffer: DistributedDataParallel would overwrite it with rank 0's at every forward
+        self._expert_counts = counts if self._expert_counts is None else self._expert_counts + counts
+
+    def pop_expert_counts(self) -> torch.Tensor:
+        """Tokens that chose each class since the last call, [L, E + 1] int64, then start again from zero.
+
+        Counted in training mode with gradients on; padding is left out and checkpointing's recomputation not counted
+        again. The sum is of this process: reduce it over the ranks before moving the balancing biases.
+        """
+        counts, self._expert_counts = self._expert_counts, None
+        if counts is None:
+            shape = (self.config.num_hidden_layers, self.config.num_experts + 1)
+            counts = torch.zeros(shape, dtype=torch.int64, device=self.norm.weight.device)
+        return counts
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+
+class ZayaForCausalLM(ZayaPreTrainedModel, GenerationMixin):
+    """ZayaModel with its language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _is_stateful = True
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__(config)
+        self.model = ZayaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cache=None,
+        cu_seqlens: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        **kwargs: Any,
+    ):
+        """Logits [B, kept, V], and the loss in nats per token when labels [B, S] are given (-100 is not counted).
+
+        logits_to_keep: the last n positions (0 is all), or an index of positions. num_items_in_batch: divide the summed
+        loss by this instead of by the labels counted here. The rest is as in `ZayaModel.forward`.
+        """
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=past_key_values if cache is None else cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, num_items_in_batch=num_items_in_batch)
+        result = MoeCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+            router_logits=out.router_logits,
+            **{_CACHE_FIELD: out[_CACHE_FIELD] if _CACHE_FIELD in out else None},
+        )
+        return result if return_dict is not False else result.to_tuple()
+
+    def pop_expert_counts(self) -> torch.Tensor:
+        """See `ZayaModel.pop_expert_counts`."""
+        return self.model.pop_expert_counts()
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, position_ids=None, **kwargs):
+        """Masks by layer type and, under "conv", the padding mask of this call's tokens."""
+        cache = kwargs.get("past_key_values", cache)
+        layout = make_layout(config.get_text_config(), inputs_embeds, attention_mask, None, None, cache)
+        return {**layout.masks, "conv": layout.real}
+
+
+def _wanted(config, hidden_states, attentions, router_logits) -> dict[str, bool]:
+    asked = {"hidden_states": hidden_states, "attentions": attentions, "router_logits": router_logits}
+    return {k: bool(getattr(config, f"output_{k}", False)) if v is None else v for k, v in asked.items()}
+
+
+def _check_inputs(config: ZayaConfig, input_ids, inputs_embeds, attention_mask, cache) -> None:
+    """Raise UserError for inputs that cannot be meant. Values are read only where that costs no synchronisation."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise UserError("give exactly one of input_ids and inputs_embeds")
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    if given.shape[0] == 0 or given.shape[1] == 0:
+        raise UserError(f"the inputs are empty (shape {tuple(given.shape)}); give at least one sequence of one token")
+    past = 0 if cache is None else cache.get_seq_length()
+    if isinstance(past, int) and past + given.shape[1] > config.max_position_embeddings:
+        raise UserError(
+            f"the sequence has {past + given.shape[1]} tokens; max_position_embeddings is {config.max_position_embeddings}"
+        )
+    if torch.compiler.is_compiling():
+        return
+    if input_ids is not None and input_ids.device.type == "cpu":
+        check_ids(input_ids, config.vocab_size)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.device.type == "cpu" and cache is None:
+        if attention_mask.ndim == 2 and not bool(attention_mask.any()):
+            raise UserError("attention_mask is all zero: every token is padding; give at least one real token")
+
+
+def check_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raise UserError when a token id is outside the vocabulary."""
+    low, high = (int(x) for x in input_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"input_ids holds {low if low < 0 else high}, outside the vocabulary of {vocab_size}; use the model's tokenizer"
+        )
