@@ -35,7 +35,7 @@ class Checkpoint:
         return folder if folder.is_dir() else None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(native name, tensor) of the weights and persistent buffers, sorted by name, on the CPU, as stored (fp32)."""
+        """(native name, tensor) of the weights and persistent buffers, sorted by name, on the CPU, fp32 as stored."""
         return _tensors([self.path / MODEL])
 
     def optimizer(self) -> Iterator[tuple[str, torch.Tensor]]:

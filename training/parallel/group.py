@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+
 class Group:
     """This process's place among the ranks, and the few collectives that training uses."""
 
@@ -34,6 +37,6 @@ class Group:
     def gather_into(self, full: torch.Tensor, part: torch.Tensor) -> None:
         """full [size, n] = every rank's part [n]."""
         if self.size > 1:
-            dist.all_gather_into_tensor(full.view(-1), part)
+            _gather(full.view(-1), part)
         else:
             full.view(-1).copy_(part)

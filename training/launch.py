@@ -1,0 +1,104 @@
+"""Starting the ranks of a run on this machine, when nothing else has.
+
+The parent holds the rendezvous store on a port that the system chose, starts the same command once per rank, and ends
+all of them when one fails. Under torchrun or accelerate launch none of this runs: the command is a rank already.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from zaya.errors import CheckFailed, UserError
+
+GRACE_S = 10.0
+_PARENT = "ZAYA_TRAIN_PARENT"
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several ranks, by us or by a launcher."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_child() -> bool:
+    """Whether this process is a rank that `launch` started."""
+    return _PARENT in os.environ
+
+
+def die_with_parent() -> None:
+    """In a rank that `launch` started: be killed when the parent is, so that no orphan goes on. Linux only."""
+    parent = os.environ.get(_PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):
+        os._exit(1)
+
+
+def launch(argv: list[str], ranks: int, threads: int) -> None:
+    """Run the `zaya` command `argv` as `ranks` processes and wait for them.
+
+    Their standard output goes to standard error, except rank 0's. Raises UserError when a rank ended with code 2 (it
+    has said why), CheckFailed when one ended otherwise.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(threads),
+        "ACCELERATE_USE_CPU": "true",
+        _PARENT: str(os.getpid()),
+    }
+    command = [sys.executable, "-P", "-m", "zaya.cli", *argv]
+    children: list[subprocess.Popen] = []
+    with _ending(children):
+        for rank in range(ranks):
+            env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            children.append(subprocess.Popen(command, env=env, stdout=None if rank == 0 else sys.stderr))
+        code = _wait(children)
+    if code == 2:
+        raise UserError("a rank ended with a usage error, printed above; mend it and run the same command again")
+    if code:
+        raise CheckFailed(f"a rank ended with code {code}; the same command goes on from the last checkpoint")
+
+
+def _wait(children: list[subprocess.Popen]) -> int:
+    """0 when all ended well, else the code of the first that did not: a usage error before what it brought about."""
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [c for c in codes if c]
+        if failed:
+            time.sleep(0.5)  # the other ranks fail of the first one's end: let them say so, and prefer its own code
+            codes = [child.poll() for child in children]
+            return 2 if 2 in codes else failed[0]
+        if all(c == 0 for c in codes):
+            return 0
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _ending(children: list[subprocess.Popen]) -> Iterator[None]:
+    """Leave no child behind, whatever happens: asked first, killed after GRACE_S."""
+    try:
+        yield
+    finally:
+        alive = [c for c in children if c.poll() is None]
+        for child in alive:
+            child.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for child in alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+            if child.poll() is None:
+                child.kill()
+                child.wait()
