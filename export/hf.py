@@ -13,26 +13,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(checkpoint: Checkpoint):
-    """The model that a checkpoint holds, on the CPU in fp32, with its tied tensors tied.
+    """The model that a checkpoint holds, on the CPU, fp32, in eval mode.
 
-    Raises CheckFailed when the checkpoint's tensor names are not exactly the model's.
+    Raises CheckFailed when the checkpoint's tensors are not exactly the model's.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     import zaya  # noqa: F401  registers the class
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(checkpoint.config))
+    config = make_config(checkpoint.config)
     tensors = dict(checkpoint.tensors())
-    expected = {k for k in model.state_dict() if k not in model.all_tied_weights_keys}
-    tensors = {k: v for k, v in tensors.items() if k not in model.all_tied_weights_keys}
-    if expected != tensors.keys():
-        missing, extra = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-        raise CheckFailed(f"{checkpoint.path}: tensors missing {missing[:3]}, unknown {extra[:3]}; not this model's")
-    # rotary tables and the like are not saved: a second model on the CPU computes them
-    model = AutoModelForCausalLM.from_config(make_config(checkpoint.config))
-    model.load_state_dict(tensors, strict=False)
-    model.tie_weights()
+    model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=tensors, output_loading_info=True
+    )
+    wrong = {k: sorted(map(str, v)) for k, v in info.items() if v}
+    if wrong:
+        raise CheckFailed(f"{checkpoint.path}: its tensors are not this model's: {wrong}")
     return model
 
 

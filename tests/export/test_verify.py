@@ -1,0 +1,58 @@
+"""Verification against stock: it passes on what we export, and notices what it is there to notice."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from export.hf import export_checkpoint
+from export.verify import verify_folder
+from tests.export.support import make_checkpoint, make_model
+from zaya.errors import CheckFailed, UserError
+from zaya.results import load_all
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    at = tmp_path_factory.mktemp("verify")
+    return export_checkpoint(make_checkpoint(at / "run"), at / "hf")
+
+
+def test_an_exported_folder_agrees_and_uses_the_skip_class(folder, tmp_path):
+    report = verify_folder(folder, out=tmp_path / "out", new_tokens=8, prompts=4)
+    assert report["max_logit_difference"] < 1e-4
+    assert report["equal_tokens"] == report["tokens"] == 32
+    assert report["stock_class"] == "transformers.models.zaya.modeling_zaya.ZayaForCausalLM"
+    assert min(report["classes_used_per_layer"]) >= 3
+    assert 0 < report["skip_share"] < 1
+    (result,) = load_all(tmp_path / "out")
+    assert result.kind == "verify"
+    assert len(result.subject_sha256) == 64
+
+
+def test_a_lost_skip_bias_is_noticed(folder, tmp_path):
+    """A folder whose skip bias is not -1: stock resets it at load, so it computes something else."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    for name in tensors:
+        if name.endswith("balancing_biases"):
+            tensors[name] += 1.0
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckFailed, match="skip"):
+        verify_folder(broken, out=tmp_path / "out", new_tokens=4, prompts=4)
+    assert (tmp_path / "out" / "manifest.json").exists(), "a failed comparison is a result too"
+
+
+def test_hostile_input(folder, tmp_path):
+    with pytest.raises(UserError, match="not an exported folder"):
+        verify_folder(tmp_path)
+    with pytest.raises(UserError, match="no such file of probe texts"):
+        verify_folder(folder, text=tmp_path / "none.jsonl")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(json.dumps({"text": " "}) + "\n")
+    with pytest.raises(UserError, match="no text to probe with"):
+        verify_folder(folder, text=empty)
+    assert make_model().config.model_type == "zaya"
