@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
