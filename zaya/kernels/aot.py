@@ -26,7 +26,13 @@ TARGETS = {"hip": ("hip", "gfx942", 64), "cuda": ("cuda", 90, 32)}
 # Per work-group (MI300X: 64 KiB of LDS, 1,024 threads) or block (sm_90: 227 KiB of shared memory, 255 registers).
 LIMITS = {
     "hip": {"lds_bytes": 65536, "threads": 1024, "vgpr_spills": 0, "sgpr_spills": 0, "scratch_bytes": 0},
-    "cuda": {"smem_bytes": 227 * 1024, "threads": 1024, "registers": 255, "spill_store_bytes": 0, "spill_load_bytes": 0},
+    "cuda": {
+        "smem_bytes": 227 * 1024,
+        "threads": 1024,
+        "registers": 255,
+        "spill_store_bytes": 0,
+        "spill_load_bytes": 0,
+    },
 }
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "docs" / "kernels_aot.json"
@@ -178,7 +184,9 @@ def main(argv: list[str] | None = None) -> None:
     elif args.check:
         committed = json.loads(REPORT.read_text(encoding="utf-8"))
         if lines := differences(committed, report) + aot_table.stale(report):
-            raise CheckFailed("the committed report is out of date; run python -m zaya.kernels.aot: " + " | ".join(lines))
+            raise CheckFailed(
+                "the committed report is out of date; run python -m zaya.kernels.aot: " + " | ".join(lines)
+            )
     else:
         write_text(REPORT, json.dumps(report, indent=1) + "\n")
         aot_table.write(report)

@@ -18,6 +18,7 @@ class Routing(NamedTuple):
     gate_weights: torch.Tensor  # [T] fp32, probability of the chosen class
     state: torch.Tensor  # [T, R] in u's dtype, handed to the next layer's router
     logits: torch.Tensor | None  # [T, E + 1] fp32, before the softmax; None where a kernel does not keep them
+    counts: torch.Tensor | None = None  # [E + 1] int32, tokens of each class, where a kernel counted them
 
 
 def router_reference(u, prev_state, state_scale, norm_weight, fc1, fc2, out_weight, balancing_biases, eps):

@@ -1,0 +1,16 @@
+"""What must happen before any test module is imported."""
+
+import contextlib
+import importlib
+import os
+import sys
+
+import torch
+
+# Triton fixes at its own first import whether its library functions are interpreted, and transformers imports it. The
+# variable goes again at once: children that tests start must not see it. On a GPU the kernels run as they are.
+if "triton" not in sys.modules and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.language")
+    del os.environ["TRITON_INTERPRET"]

@@ -1,0 +1,328 @@
+"""The router's kernels as `torch.library` operators, with fake kernels and autograd."""
+
+import torch
+from torch import Tensor
+
+from zaya.errors import UserError
+from zaya.kernels.router import decode
+from zaya.kernels.router import triton as kernels
+from zaya.kernels.router.tiles import DECODE_TOKENS, router_tile
+
+BACKEND = "hip" if torch.version.hip else "cuda"
+
+
+def unsupported(u: Tensor, out_weight: Tensor) -> str | None:
+    """Why the kernels do not take this router, in a few words; None when they do."""
+    width, classes = u.shape[-1], out_weight.shape[0]
+    if width not in (16, 32, 64, 128, 256):
+        return f"router width {width} is not a power of two from 16 to 256"
+    if classes > 64:
+        return f"{classes} classes are more than 64"
+    if u.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {u.dtype}"
+    return None
+
+
+def _padded(classes: int) -> int:
+    return max(16, 1 << (classes - 1).bit_length())
+
+
+def _device(x: Tensor):
+    """Launches go to the current device: make it the tensor's. Raises UserError for a tensor that is on no GPU."""
+    if x.is_cuda:
+        return torch.cuda.device(x.device)
+    if not kernels.INTERPRET.value:
+        raise UserError(f"kernels: no Triton kernel runs on {x.device.type}; use 'auto' or 'reference' (ZAYA_KERNELS)")
+    return torch.device("cpu")
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that the kernel does not read."""
+    return other if x is None else x
+
+
+@torch.library.custom_op("zaya::router", mutates_args=())
+def router_op(
+    u: Tensor,
+    prev_state: Tensor | None,
+    state_scale: Tensor | None,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w3: Tensor,
+    balance: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(expert_ids [T] int64, gate weights [T] fp32, state [T, R], tokens of each class [C] int32)."""
+    (tokens, width), classes = u.shape, w3.shape[0]
+    u, tile = _rows(u), router_tile("fwd", BACKEND, tokens, width)
+    prev = None if prev_state is None else _rows(prev_state)
+    blocks = -(-tokens // tile.blocks["BT"])
+    ids, weights, state, counts = _outputs(u, classes)
+    if tokens:
+        with _device(u):
+            kernels.router_fwd_kernel[(blocks,)](
+                u,
+                _or(prev, u),
+                _or(state_scale, norm_weight),
+                norm_weight,
+                *(w.contiguous() for w in (w1, b1, w2, b2, w3, balance)),
+                state,
+                ids,
+                weights,
+                counts,
+                tokens,
+                eps,
+                u.stride(0),
+                u.stride(0) if prev is None else prev.stride(0),
+                R=width,
+                C=classes,
+                C_PAD=_padded(classes),
+                HAS_PREV=prev is not None,
+                **tile.blocks,
+                **tile.options,
+            )
+    return ids, weights, state, counts
+
+
+def _outputs(u: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens = u.shape[0]
+    return (
+        u.new_empty(tokens, dtype=torch.int64),
+        u.new_empty(tokens, dtype=torch.float32),
+        u.new_empty(u.shape),
+        u.new_zeros(classes, dtype=torch.int32),
+    )
+
+
+@router_op.register_fake
+def _(u, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, balance, eps):
+    return _outputs(u, w3.shape[0])
+
+
+@torch.library.custom_op("zaya::router_backward", mutates_args=())
+def router_backward_op(
+    dweights: Tensor,
+    dstate: Tensor,
+    state: Tensor,
+    ids: Tensor,
+    prev_state: Tensor | None,
+    state_scale: Tensor | None,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w3: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(du [T, R], dprev [T, R] or [0], gradients of w1, w2, w3 stacked [2R + C, R], of b1, b2, norm and scale [4, R])."""
+    (tokens, width), classes = state.shape, w3.shape[0]
+    pad = _padded(classes)
+    outer, inner = (router_tile(k, BACKEND, tokens, width) for k in ("bwd_outer", "bwd_inner"))
+    blocks = -(-tokens // outer.blocks["BT"])
+    du = torch.empty_like(state)
+    dprev = state.new_empty(0) if prev_state is None else torch.empty_like(state, dtype=prev_state.dtype)
+    acts = state.new_empty((tokens, 3 * width))
+    grads = state.new_empty((tokens, 2 * width + pad))
+    sums = state.new_empty((blocks, 4 * width), dtype=torch.float32)
+    if not tokens:
+        return du, dprev, w1.new_zeros((2 * width + classes, width)), w1.new_zeros((4, width))
+    w1, b1, w2, b2, w3, dstate = (x.contiguous() for x in (w1, b1, w2, b2, w3, dstate))
+    prev = state if prev_state is None else _rows(prev_state)
+    sizes = {"R": width, "C_PAD": pad}
+    with _device(state):
+        kernels.router_bwd_outer_kernel[(blocks,)](
+            dweights.contiguous(),
+            state,
+            ids,
+            norm_weight,
+            w1,
+            b1,
+            w2,
+            b2,
+            w3,
+            acts,
+            grads,
+            sums,
+            tokens,
+            eps,
+            C=classes,
+            **sizes,
+            **outer.blocks,
+            **outer.options,
+        )
+        kernels.router_bwd_inner_kernel[(blocks,)](
+            dstate,
+            state,
+            prev,
+            _or(state_scale, norm_weight),
+            norm_weight,
+            w1,
+            b1,
+            w2,
+            acts,
+            grads,
+            du,
+            dprev if prev_state is not None else du,
+            sums,
+            tokens,
+            eps,
+            prev.stride(0),
+            HAS_PREV=prev_state is not None,
+            **sizes,
+            **inner.blocks,
+            **inner.options,
+        )
+        matrices = _weight_gradients(grads, acts, classes, width, w1.dtype)
+        vectors = _add(sums, (4 if prev_state is not None else 3) * width, (4, width), b1.dtype)
+    return du, dprev, matrices, vectors
+
+
+def _weight_gradients(grads: Tensor, acts: Tensor, classes: int, width: int, dtype: torch.dtype) -> Tensor:
+    """grads [T, 2R + C_PAD], acts [T, 3R] -> [2R + C, R]: one product per layer, over fixed ranges of tokens."""
+    tokens, rows = grads.shape
+    tile = router_tile("dw", BACKEND, tokens, width)
+    bm, bn, bt = (tile.blocks[x] for x in ("BM", "BN", "BT"))
+    splits = min(tile.splits, -(-tokens // bt))
+    span = -(-tokens // (splits * bt)) * bt
+    splits = -(-tokens // span)
+    parts = grads.new_empty((splits, rows, width), dtype=torch.float32)
+    grid = (-(-rows // bm) * (width // bn), splits)
+    kernels.router_dw_kernel[grid](
+        grads, acts, parts, tokens, span, R=width, C_PAD=rows - 2 * width, **tile.blocks, **tile.options
+    )
+    return _add(parts.view(splits, -1), (2 * width + classes) * width, (2 * width + classes, width), dtype)
+
+
+def _add(parts: Tensor, count: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The first `count` columns of parts [n, …] fp32 added over n, in order, in the leading entries of `shape`."""
+    out = parts.new_empty(shape, dtype=dtype)
+    tile = router_tile("add", BACKEND, count, 0)
+    grid = (-(-count // tile.blocks["BN"]),)
+    kernels.router_add_kernel[grid](parts, out, count, parts.stride(0), parts.shape[0], **tile.blocks, **tile.options)
+    return out
+
+
+@router_backward_op.register_fake
+def _(dweights, dstate, state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, eps):
+    width, classes = state.shape[1], w3.shape[0]
+    dprev = state.new_empty(0) if prev_state is None else torch.empty_like(state, dtype=prev_state.dtype)
+    return torch.empty_like(state), dprev, w1.new_empty((2 * width + classes, width)), b1.new_empty((4, width))
+
+
+def _keep(ctx, inputs, output):
+    u, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, _, eps = inputs
+    ids, _, state, counts = output
+    ctx.mark_non_differentiable(ids, counts)
+    ctx.save_for_backward(state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3)
+    ctx.eps = eps
+
+
+def _backward(ctx, _ids, dweights, dstate, _counts):
+    state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3 = ctx.saved_tensors
+    du, dprev, matrices, vectors = torch.ops.zaya.router_backward(
+        dweights, dstate, state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, ctx.eps
+    )
+    width = state.shape[1]
+    dw1, dw2, dw3 = matrices[:width], matrices[width : 2 * width], matrices[2 * width :]
+    db1, db2, dnorm, dscale = vectors.unbind(0)
+    eda = (None, None) if prev_state is None else (dprev, dscale.to(state_scale.dtype))
+    rest = (dnorm.to(norm_weight.dtype), dw1, db1, dw2.to(w2.dtype), db2.to(b2.dtype), dw3.to(w3.dtype))
+    return du, *eda, *rest, None, None
+
+
+router_op.register_autograd(_backward, setup_context=_keep)
+
+
+def _decode_outputs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = x.shape[0]
+    ids, weights = x.new_empty(tokens, dtype=torch.int64), x.new_empty(tokens, dtype=torch.float32)
+    return ids, weights, x.new_empty((tokens, width))
+
+
+@torch.library.custom_op("zaya::router_decode", mutates_args=())
+def router_decode_op(
+    x: Tensor,
+    down_weight: Tensor,
+    down_bias: Tensor,
+    prev_state: Tensor | None,
+    state_scale: Tensor | None,
+    norm_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    w3: Tensor,
+    balance: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Down projection and router of 1 to 64 tokens, inference only: (expert_ids, gate weights, state)."""
+    (tokens, hidden), width, classes = x.shape, down_weight.shape[0], w3.shape[0]
+    x, first = _rows(x), router_tile("project", BACKEND, tokens, width)
+    second = router_tile("decode", BACKEND, tokens, width)
+    blocks = -(-tokens // first.blocks["BT"])
+    slices = width // second.blocks["BC"]
+    ids, weights, state = _decode_outputs(x, width)
+    parts = x.new_empty((first.splits, tokens, width), dtype=torch.float32)
+    scratch = x.new_empty((blocks, slices, second.blocks["BT"], width), dtype=torch.float32)
+    ticket = x.new_empty(blocks, dtype=torch.int32)
+    prev = None if prev_state is None else _rows(prev_state)
+    with _device(x):
+        decode.router_project_kernel[(width // first.blocks["BN"], first.splits, blocks)](
+            x,
+            down_weight.contiguous(),
+            parts,
+            ticket,
+            tokens,
+            hidden,
+            x.stride(0),
+            R=width,
+            SPLITS=first.splits,
+            **first.blocks,
+            **first.options,
+        )
+        decode.router_decode_kernel[(slices, blocks)](
+            parts,
+            down_bias,
+            _or(prev, state),
+            _or(state_scale, norm_weight),
+            norm_weight,
+            *(w.contiguous() for w in (w1, b1, w2, b2, w3, balance)),
+            state,
+            ids,
+            weights,
+            scratch,
+            ticket,
+            tokens,
+            eps,
+            _or(prev, state).stride(0),
+            R=width,
+            C=classes,
+            C_PAD=_padded(classes),
+            SPLITS=first.splits,
+            HAS_PREV=prev is not None,
+            **second.blocks,
+            **second.options,
+        )
+    return ids, weights, state
+
+
+@router_decode_op.register_fake
+def _(x, down_weight, down_bias, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, balance, eps):
+    return _decode_outputs(x, down_weight.shape[0])
+
+
+def decode_takes(x: Tensor, down_weight: Tensor) -> bool:
+    """Whether `router_decode_op` takes these tokens: 1 to 64 of them, of a hidden width that its splits divide."""
+    tokens, width = x.shape[0], down_weight.shape[0]
+    if not 0 < tokens <= DECODE_TOKENS:
+        return False
+    tile = router_tile("project", BACKEND, tokens, width)
+    return x.shape[1] % (tile.splits * tile.blocks["BK"]) == 0

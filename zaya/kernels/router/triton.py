@@ -1,0 +1,344 @@
+"""The router in Triton: one kernel after the down projection, and its backward. One source for ROCm and CUDA.
+
+The forward kernel gives each program a block of tokens. A slice of the first layer feeds the second layer at once, so
+nothing but the state, the choice and its weight is written. The backward kernel recomputes both layers from the state,
+writes what the weight gradients need, and leaves per-block partial sums of the vector gradients; a second kernel forms
+weight gradients over a fixed number of token ranges, a third adds the ranges. Every floating-point sum has a fixed order
+(only the integer counts are added atomically), so results are the same bits from run to run.
+"""
+
+import os
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from zaya.kernels.aot import AotVariant
+from zaya.kernels.router.tiles import router_tile
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if INTERPRET:  # the interpreter's bf16 products are wrong: widen first
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_slope(x):
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def _vector(ptr, at):
+    return tl.load(ptr + at).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normalise(state, eps, R: tl.constexpr):
+    inverse = tl.rsqrt(tl.sum(state * state, 1) / R + eps)[:, None]
+    return state * inverse, inverse
+
+
+@triton.jit
+def _first_layer(h, w1_ptr, b1_ptr, cc, R: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):
+    k = tl.arange(0, R)
+    w1 = tl.load(w1_ptr + cc[None, :] * R + k[:, None]).to(h.dtype)
+    return _dot(h, w1, tl.zeros((BT, BC), tl.float32)) + _vector(b1_ptr, cc)
+
+
+@triton.jit
+def _second_layer(acc, g1, w2_ptr, cc, R: tl.constexpr):
+    n = tl.arange(0, R)
+    return _dot(g1, tl.load(w2_ptr + n[None, :] * R + cc[:, None]).to(g1.dtype), acc)
+
+
+@triton.jit
+def _probabilities(g2, w3_ptr, BT: tl.constexpr, R: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr):
+    """softmax over C classes in fp32, [BT, C_PAD]; the padding has probability 0."""
+    e = tl.arange(0, C_PAD)
+    k = tl.arange(0, R)
+    w3 = tl.load(w3_ptr + e[None, :] * R + k[:, None], mask=e[None, :] < C, other=0.0).to(g2.dtype)
+    logits = _dot(g2, w3, tl.zeros((BT, C_PAD), tl.float32))
+    logits = tl.where(e[None, :] < C, logits, -float("inf"))
+    p = tl.exp(logits - tl.max(logits, 1)[:, None])
+    return p / tl.sum(p, 1)[:, None]
+
+
+@triton.jit
+def _choose(p, balance_ptr, C: tl.constexpr, C_PAD: tl.constexpr):
+    """argmax(p + balance), the lowest class on ties, and the probability of that class. A row of NaN gets class 0, as
+    torch's argmax gives, so that the NaN reaches the output instead of an address."""
+    e = tl.arange(0, C_PAD)
+    balance = tl.load(balance_ptr + e, mask=e < C, other=0.0).to(tl.float32)
+    score = tl.where(e[None, :] < C, p + balance[None, :], -float("inf"))
+    broken = tl.sum((score != score).to(tl.int32), 1) > 0
+    pick = tl.where(broken, 0, tl.argmax(score, 1, tie_break_left=True).to(tl.int32))
+    return pick, tl.sum(tl.where(e[None, :] == pick[:, None], p, 0.0), 1)
+
+
+@triton.jit
+def _store_choice(pick, weight, ok, t, ids_ptr, weights_ptr, counts_ptr, C: tl.constexpr, C_PAD: tl.constexpr):
+    e = tl.arange(0, C_PAD)
+    tl.store(ids_ptr + t, pick.to(tl.int64), mask=ok)
+    tl.store(weights_ptr + t, weight, mask=ok)
+    counts = tl.sum(((e[None, :] == pick[:, None]) & ok[:, None]).to(tl.int32), 0)
+    tl.atomic_add(counts_ptr + e, counts, mask=(e < C) & (counts > 0), sem="relaxed")
+
+
+@triton.jit
+def router_fwd_kernel(
+    u_ptr,  # [T, R]
+    prev_ptr,  # [T, R], read if HAS_PREV
+    scale_ptr,  # [R], likewise
+    norm_ptr,  # [R]
+    w1_ptr,  # [R, R]
+    b1_ptr,
+    w2_ptr,
+    b2_ptr,
+    w3_ptr,  # [C, R]
+    balance_ptr,  # [C] fp32
+    state_ptr,  # out [T, R]
+    ids_ptr,  # out [T] int64
+    weights_ptr,  # out [T] fp32
+    counts_ptr,  # [C] int32, zero on entry: tokens of each class are added
+    T,
+    eps,
+    stride_u,
+    stride_prev,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    ok = t < T
+    k = tl.arange(0, R)
+    dtype = state_ptr.dtype.element_ty
+    state = tl.load(u_ptr + t[:, None] * stride_u + k[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
+    if HAS_PREV:
+        prev = tl.load(prev_ptr + t[:, None] * stride_prev + k[None, :], mask=ok[:, None], other=0.0)
+        state += prev.to(tl.float32) * _vector(scale_ptr, k)
+    state = state.to(dtype)
+    tl.store(state_ptr + t[:, None] * R + k[None, :], state, mask=ok[:, None])
+    h = (_normalise(state.to(tl.float32), eps, R)[0] * _vector(norm_ptr, k)).to(dtype)
+    acc = tl.zeros((BT, R), tl.float32)
+    for c0 in range(0, R, BC):
+        cc = c0 + tl.arange(0, BC)
+        g1 = _gelu(_first_layer(h, w1_ptr, b1_ptr, cc, R, BC, BT)).to(dtype)
+        acc = _second_layer(acc, g1, w2_ptr, cc, R)
+    g2 = _gelu(acc + _vector(b2_ptr, k)).to(dtype)
+    p = _probabilities(g2, w3_ptr, BT, R, C, C_PAD)
+    pick, weight = _choose(p, balance_ptr, C, C_PAD)
+    _store_choice(pick, weight, ok, t, ids_ptr, weights_ptr, counts_ptr, C, C_PAD)
+
+
+@triton.jit
+def router_bwd_outer_kernel(
+    dweights_ptr,  # [T] fp32
+    state_ptr,  # [T, R]
+    ids_ptr,  # [T] int64
+    norm_ptr,
+    w1_ptr,
+    b1_ptr,
+    w2_ptr,
+    b2_ptr,
+    w3_ptr,
+    acts_ptr,  # out [T, 3R]: inputs of the three layers
+    grads_ptr,  # out [T, 2R + C_PAD]: gradients of their outputs; all but the first R columns
+    sums_ptr,  # out [programs, 4, R] fp32: partial gradients of b1, b2, norm weight, state scale; here b2
+    T,
+    eps,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    ok = t < T
+    row = ok[:, None]
+    k = tl.arange(0, R)
+    e = tl.arange(0, C_PAD)
+    dtype = state_ptr.dtype.element_ty
+    acts = acts_ptr + t[:, None] * (3 * R)
+    grads = grads_ptr + t[:, None] * (2 * R + C_PAD)
+    state = tl.load(state_ptr + t[:, None] * R + k[None, :], mask=row, other=0.0).to(tl.float32)
+    h = (_normalise(state, eps, R)[0] * _vector(norm_ptr, k)).to(dtype)
+    tl.store(acts + k[None, :], h, mask=row)
+    acc = tl.zeros((BT, R), tl.float32)
+    for c0 in range(0, R, BC):
+        cc = c0 + tl.arange(0, BC)
+        g1 = _gelu(_first_layer(h, w1_ptr, b1_ptr, cc, R, BC, BT)).to(dtype)
+        tl.store(acts + R + cc[None, :], g1, mask=row)
+        acc = _second_layer(acc, g1, w2_ptr, cc, R)
+    z2 = acc + _vector(b2_ptr, k)
+    g2 = _gelu(z2).to(dtype)
+    tl.store(acts + 2 * R + k[None, :], g2, mask=row)
+
+    p = _probabilities(g2, w3_ptr, BT, R, C, C_PAD)
+    chosen = e[None, :] == tl.load(ids_ptr + t, mask=ok, other=0).to(tl.int32)[:, None]
+    weight = tl.sum(tl.where(chosen, p, 0.0), 1)
+    dweight = tl.load(dweights_ptr + t, mask=ok, other=0.0)
+    dlogits = ((dweight * weight)[:, None] * (tl.where(chosen, 1.0, 0.0) - p)).to(dtype)
+    tl.store(grads + 2 * R + e[None, :], dlogits, mask=row)
+    w3 = tl.load(w3_ptr + e[:, None] * R + k[None, :], mask=e[:, None] < C, other=0.0).to(dtype)
+    dz2 = _dot(dlogits, w3, tl.zeros((BT, R), tl.float32)) * _gelu_slope(z2)
+    tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * (4 * R) + R + k, tl.sum(dz2, 0))
+    tl.store(grads + R + k[None, :], dz2.to(dtype), mask=row)
+
+
+@triton.jit
+def router_bwd_inner_kernel(
+    dstate_ptr,  # [T, R]
+    state_ptr,  # [T, R]
+    prev_ptr,  # [T, R], read if HAS_PREV
+    scale_ptr,
+    norm_ptr,
+    w1_ptr,
+    b1_ptr,
+    w2_ptr,
+    acts_ptr,  # [T, 3R]
+    grads_ptr,  # [T, 2R + C_PAD]; the first R columns are written here
+    du_ptr,  # out [T, R]
+    dprev_ptr,  # out [T, R], written if HAS_PREV
+    sums_ptr,  # out [programs, 4, R] fp32; here b1, norm weight, state scale
+    T,
+    eps,
+    stride_prev,
+    R: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row = (t < T)[:, None]
+    k = tl.arange(0, R)
+    dtype = state_ptr.dtype.element_ty
+    grads = grads_ptr + t[:, None] * (2 * R + C_PAD)
+    sums = sums_ptr + tl.program_id(0).to(tl.int64) * (4 * R)
+    h = tl.load(acts_ptr + t[:, None] * (3 * R) + k[None, :], mask=row, other=0.0)
+    dz2 = tl.load(grads + R + k[None, :], mask=row, other=0.0)
+    dh = tl.zeros((BT, R), tl.float32)
+    for c0 in range(0, R, BC):
+        cc = c0 + tl.arange(0, BC)
+        slope = _gelu_slope(_first_layer(h, w1_ptr, b1_ptr, cc, R, BC, BT))
+        w2 = tl.load(w2_ptr + k[:, None] * R + cc[None, :]).to(dtype)
+        dz1 = _dot(dz2, w2, tl.zeros((BT, BC), tl.float32)) * slope
+        tl.store(sums + cc, tl.sum(dz1, 0))
+        dz1 = dz1.to(dtype)
+        tl.store(grads + cc[None, :], dz1, mask=row)
+        dh = _dot(dz1, tl.load(w1_ptr + cc[:, None] * R + k[None, :]).to(dtype), dh)
+
+    state = tl.load(state_ptr + t[:, None] * R + k[None, :], mask=row, other=0.0).to(tl.float32)
+    normed, inverse = _normalise(state, eps, R)
+    tl.store(sums + 2 * R + k, tl.sum(dh * normed, 0))
+    dnormed = dh * _vector(norm_ptr, k)
+    dstate = (dnormed - normed * (tl.sum(dnormed * normed, 1) / R)[:, None]) * inverse
+    dstate += tl.load(dstate_ptr + t[:, None] * R + k[None, :], mask=row, other=0.0).to(tl.float32)
+    tl.store(du_ptr + t[:, None] * R + k[None, :], dstate.to(dtype), mask=row)
+    if HAS_PREV:
+        prev = tl.load(prev_ptr + t[:, None] * stride_prev + k[None, :], mask=row, other=0.0).to(tl.float32)
+        tl.store(sums + 3 * R + k, tl.sum(dstate * prev, 0))
+        dprev = dstate * _vector(scale_ptr, k)
+        tl.store(dprev_ptr + t[:, None] * R + k[None, :], dprev.to(dprev_ptr.dtype.element_ty), mask=row)
+
+
+@triton.jit
+def router_dw_kernel(
+    grads_ptr,  # [T, 2R + C_PAD]
+    acts_ptr,  # [T, 3R]
+    parts_ptr,  # out [SPLITS, 2R + C_PAD, R] fp32
+    T,
+    rows,  # tokens of one range, a multiple of BT
+    R: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+):
+    M: tl.constexpr = 2 * R + C_PAD
+    m0 = tl.program_id(0) // (R // BN) * BM
+    m = m0 + tl.arange(0, BM)
+    n = tl.program_id(0) % (R // BN) * BN + tl.arange(0, BN)
+    start = tl.program_id(1).to(tl.int64) * rows
+    end = tl.minimum(start + rows, T)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for t0 in range(start, end, BT):
+        t = t0 + tl.arange(0, BT)
+        a = tl.load(grads_ptr + t[None, :] * M + m[:, None], mask=(t < end)[None, :] & (m < M)[:, None], other=0.0)
+        b = tl.load(acts_ptr + t[:, None] * (3 * R) + m0 // R * R + n[None, :], mask=(t < end)[:, None], other=0.0)
+        acc = _dot(a, b, acc)
+    part = parts_ptr + tl.program_id(1).to(tl.int64) * M * R
+    tl.store(part + m[:, None] * R + n[None, :], acc, mask=(m < M)[:, None])
+
+
+@triton.jit
+def router_add_kernel(parts_ptr, out_ptr, N, stride_part, COUNT: tl.constexpr, BN: tl.constexpr):
+    """out[n] = sum over COUNT parts, in order; parts [COUNT, stride_part] fp32, the first N of each added."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros((BN,), tl.float32)
+    for i in range(COUNT):
+        total += tl.load(parts_ptr + i * stride_part + n, mask=n < N, other=0.0)
+    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def aot_variants(backend: str) -> list[AotVariant]:
+    """Every tile that the router ships for `backend`, at the model's shapes (R = 256, 17 classes, bf16)."""
+    from zaya.kernels.router import decode
+    from zaya.kernels.router.tiles import TABLE
+
+    kernels: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        "fwd": (router_fwd_kernel, {"C": 17, "HAS_PREV": True}, {"work": "router.tail"}),
+        "bwd_outer": (router_bwd_outer_kernel, {"C": 17}, {"work": "router.backward_outer"}),
+        "bwd_inner": (router_bwd_inner_kernel, {"HAS_PREV": True}, {"work": "router.backward_inner"}),
+        "dw": (router_dw_kernel, {}, {"work": "router.weight_gradients", "divisible": ("rows",)}),
+        "add": (router_add_kernel, {"COUNT": 26}, {"matrix": "none", "divisible": ("N",)}),
+        "project": (decode.router_project_kernel, {}, {"work": "router.down_proj", "divisible": ("D",)}),
+        "decode": (
+            decode.router_decode_kernel,
+            {"C": 17, "HAS_PREV": True},
+            {"work": "router.tail", "matrix": "body"},
+        ),
+    }
+    variants = []
+    for (name, found), rows in TABLE.items():
+        for limit, tile in rows if found == backend else ():
+            kernel, constants, rest = kernels[name]
+            tokens = min(limit, 64 if name in ("project", "decode") else 32768)
+            fixed = {"R": 256, "C_PAD": 32, "SPLITS": router_tile("project", backend, 64, 256).splits} | constants
+            variants.append(
+                _variant(f"{name} {_upto(limit)}", kernel, fixed | tile.blocks, tile.options, int(tokens), rest)
+            )
+    return variants
+
+
+def _upto(limit: float) -> str:
+    return "any T" if limit == float("inf") else f"T<={limit:g}"
+
+
+def _variant(name: str, kernel: Any, constants: dict, options: dict, tokens: int, rest: dict) -> AotVariant:
+    """Types by name: these kernels take bf16 but for what is listed here."""
+    types = {"T": "i32", "D": "i32", "N": "i32", "rows": "i32", "eps": "fp32", "ids_ptr": "*i64"}
+    types |= {"counts_ptr": "*i32", "ticket_ptr": "*i32"}
+    types |= dict.fromkeys(
+        ("balance_ptr", "weights_ptr", "dweights_ptr", "sums_ptr", "parts_ptr", "slices_ptr"), "*fp32"
+    )
+    arguments = kernel.arg_names
+    signature = {
+        a: types.get(a, "i32" if a.startswith("stride_") else "*bf16") for a in arguments if a not in constants
+    }
+    floor = {"work": (rest["work"], tokens)} if "work" in rest else {}
+    used = {a: constants[a] for a in arguments if a in constants}
+    return AotVariant(kernel, name, signature, used, options, **(rest | floor))
