@@ -1,0 +1,140 @@
+"""The experts for a handful of tokens (decoding), where reading weights is all the time there is.
+
+No permutation: program (column block, j) takes the j-th expert that has a token, finds that expert's tokens in the ids
+by itself, and streams its panel of weights once. One launch per product, and no row is padded or copied. Nothing is
+split over the reduction, so sums have one order; the columns alone give enough programs to keep every multiprocessor
+reading. VEC multiplies each token with the panel in fp32 vector arithmetic instead of 16-row matrix tiles: for 1 to 4
+tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from zaya.kernels.moe.triton import _dot
+
+
+@triton.jit
+def _pick_expert(ids_ptr, T, j, E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr):
+    """(class of each token, the j-th expert with a token, whether there is one)."""
+    t = tl.arange(0, T_PAD)
+    e = tl.arange(0, E_PAD)
+    ids = tl.load(ids_ptr + t, mask=t < T, other=E).to(tl.int32)
+    used = tl.max(((ids[:, None] == e[None, :]) & (e < E)[None, :]).to(tl.int32), 0)
+    hit = (used > 0) & (tl.cumsum(used, 0) - used == j)
+    return ids, tl.sum(tl.where(hit, e, 0), 0), tl.sum(hit.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _nth_tokens(ids, expert, m0, BM: tl.constexpr, T_PAD: tl.constexpr):
+    """(tokens m0 .. m0 + BM of the expert, which exist)."""
+    mine = (ids == expert).to(tl.int32)
+    rank = tl.cumsum(mine, 0) - mine
+    wanted = m0 + tl.arange(0, BM)
+    found = (rank[None, :] == wanted[:, None]) & (mine > 0)[None, :]
+    token = tl.sum(tl.where(found, tl.arange(0, T_PAD)[None, :], 0), 1)
+    return token, wanted < tl.sum(mine, 0)
+
+
+@triton.jit
+def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, stride_a):
+    """[BM, BN] = a[token] W^T over the BN weight rows at w."""
+    k = tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        rows = tl.load(a + token[:, None] * stride_a + k0 + k[None, :], mask=live[:, None], other=0.0)
+        acc = _dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), acc)
+    return acc
+
+
+@triton.jit
+def _panel_vec(a, w, K, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN] = W a over the BN weight rows at w, for the one row at a."""
+    k = tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for k0 in range(0, K, BK):
+        row = tl.load(a + k0 + k).to(tl.float32)[None, :]
+        acc += tl.load(w + n[:, None] * K + k0 + k[None, :]).to(tl.float32) * row
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def moe_decode_up_kernel(
+    x_ptr,  # [T, D]
+    w_ptr,  # [E, 2F, D]
+    act_ptr,  # out [T, F], token order
+    ids_ptr,  # [T]
+    T,
+    D,
+    F,
+    stride_x,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    T_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    ids, expert, found = _pick_expert(ids_ptr, T, tl.program_id(1), E, E_PAD, T_PAD)
+    if found:
+        n0 = tl.program_id(0) * BN
+        w = w_ptr + (expert.to(tl.int64) * 2 * F + n0) * D
+        n = n0 + tl.arange(0, BN)
+        count = tl.sum((ids == expert).to(tl.int32), 0)
+        for m0 in range(0, count, 1 if VEC else BM):
+            token, live = _nth_tokens(ids, expert, m0, BM, T_PAD)
+            if VEC:
+                one = tl.sum(tl.where(tl.arange(0, BM) == 0, token, 0), 0).to(tl.int64)
+                gate = _panel_vec(x_ptr + one * stride_x, w, D, BN, BK)
+                up = _panel_vec(x_ptr + one * stride_x, w + F.to(tl.int64) * D, D, BN, BK)
+                tl.store(act_ptr + one * F + n, (gate * tl.sigmoid(gate) * up).to(act_ptr.dtype.element_ty))
+            else:
+                token = token.to(tl.int64)
+                gate = _panel(x_ptr, w, D, token, live, BM, BN, BK, stride_x)
+                up = _panel(x_ptr, w + F.to(tl.int64) * D, D, token, live, BM, BN, BK, stride_x)
+                y = (gate * tl.sigmoid(gate) * up).to(act_ptr.dtype.element_ty)
+                tl.store(act_ptr + token[:, None] * F + n[None, :], y, mask=live[:, None])
+
+
+@triton.jit
+def moe_decode_down_kernel(
+    act_ptr,  # [T, F]
+    w_ptr,  # [E, D, F]
+    out_ptr,  # out [T, D]; rows of skipped tokens become 0
+    weight_ptr,  # [T]
+    ids_ptr,  # [T]
+    T,
+    D,
+    F,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    T_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    ids, expert, found = _pick_expert(ids_ptr, T, tl.program_id(1), E, E_PAD, T_PAD)
+    n0 = tl.program_id(0) * BN
+    n = n0 + tl.arange(0, BN)
+    if tl.program_id(1) == 0:
+        t = tl.arange(0, T_PAD)
+        idle = (t < T) & ((ids < 0) | (ids >= E))
+        zero = tl.zeros((T_PAD, BN), out_ptr.dtype.element_ty)
+        tl.store(out_ptr + t.to(tl.int64)[:, None] * D + n[None, :], zero, mask=idle[:, None])
+    if found:
+        w = w_ptr + (expert.to(tl.int64) * D + n0) * F
+        count = tl.sum((ids == expert).to(tl.int32), 0)
+        for m0 in range(0, count, 1 if VEC else BM):
+            token, live = _nth_tokens(ids, expert, m0, BM, T_PAD)
+            if VEC:
+                one = tl.sum(tl.where(tl.arange(0, BM) == 0, token, 0), 0).to(tl.int64)
+                y = _panel_vec(act_ptr + one * F, w, F, BN, BK) * tl.load(weight_ptr + one).to(tl.float32)
+                tl.store(out_ptr + one * D + n, y.to(out_ptr.dtype.element_ty))
+            else:
+                token = token.to(tl.int64)
+                p = tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)
+                y = _panel(act_ptr, w, F, token, live, BM, BN, BK, F) * p[:, None]
+                tl.store(out_ptr + token[:, None] * D + n[None, :], y.to(out_ptr.dtype.element_ty), mask=live[:, None])

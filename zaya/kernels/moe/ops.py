@@ -1,0 +1,287 @@
+"""`moe` as torch.library ops: `zaya::moe_forward`, `zaya::moe_decode` and `zaya::moe_backward`, with fake kernels and
+autograd. The host only sizes buffers and launches: it reads no device value, so everything can be captured in a graph.
+"""
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zaya.kernels import tiles
+from zaya.kernels.moe import decode, permute
+from zaya.kernels.moe import triton as kernels
+from zaya.kernels.moe.elementwise import combine, swiglu, swiglu_gradient, weight_gradient
+
+Tensor = torch.Tensor
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def backend_of(x: Tensor) -> str:
+    """The row of the tile tables for x's device: "cuda", "hip" or "interpreter"."""
+    if x.device.type == "cpu":
+        return "interpreter"
+    return "hip" if torch.version.hip else "cuda"
+
+
+def unsupported(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> str | None:
+    """Why the kernels do not take these tensors, or None when they do."""
+    num_experts, double, width = gate_up_proj.shape
+    if x.device.type == "cpu" and not INTERPRET:
+        return "the tensors are on the CPU"
+    if x.dtype not in (torch.bfloat16, torch.float16) and not INTERPRET:
+        return f"dtype {x.dtype}; they take bfloat16 and float16"
+    if width % 16 or double % 32:
+        return f"sizes D = {width}, F = {double // 2}; they take multiples of 16"
+    if num_experts > 128:
+        return f"{num_experts} experts; they take up to 128"
+    if down_proj.shape != (num_experts, width, double // 2):
+        return f"down_proj {tuple(down_proj.shape)} beside gate_up_proj {tuple(gate_up_proj.shape)}"
+    return None
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager:
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _grid(table: tiles.MoeTiles, tile_count: int, x: Tensor) -> tuple[int]:
+    if not table.persistent or x.device.type == "cpu":
+        return (max(min(tile_count, 7) if x.device.type == "cpu" else tile_count, 1),)
+    return (max(min(tile_count, torch.cuda.get_device_properties(x.device).multi_processor_count), 1),)
+
+
+def _operand(table: tiles.MoeTiles, t: Tensor, block: list[int]) -> Any:
+    return TensorDescriptor.from_tensor(t, block) if table.tma else t
+
+
+def _common(tile: tiles.Tile, offs: Tensor, table: tiles.MoeTiles) -> dict[str, Any]:
+    num_experts = offs.numel() - 2
+    shape = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": tile.group, "TMA": table.tma}
+    return shape | {
+        "E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "FLATTEN": tile.flatten, "WS": False,
+    } | tile.launch  # fmt: skip
+
+
+def _up(table, x, w, pre, act, rows, offs, save):
+    width, hidden = w.shape[2], w.shape[1] // 2
+    tile = table.up.fit(hidden, width)
+    out = [tile.bm, tile.bn]
+    weight = w.view(-1, 2, hidden, width) if tile.wide else w.view(-1, width)
+    kernels.moe_up_kernel[_grid(table, rows.numel() // tile.bm * (hidden // tile.bn), x)](
+        _operand(table, x, [tile.bm, tile.bk]),
+        _operand(table, weight, [1, 2, tile.bn, tile.bk] if tile.wide else [tile.bn, tile.bk]),
+        _operand(table, pre, out) if save else _operand(table, act, out), _operand(table, act, out), rows, offs,
+        width, hidden, x.stride(0), WIDE=tile.wide, SAVE=save, DTYPE=DTYPES[x.dtype], **_common(tile, offs, table),
+    )  # fmt: skip
+
+
+def _rows(table, tile, a, w, out, weights, rows, offs, nt):
+    """out[token] = weight * a W^T (nt) or a W, per expert, for the routed tokens."""
+    k, n = a.shape[1], out.shape[1]
+    tile = tile.fit(n, k)
+    kernels.moe_rows_kernel[_grid(table, rows.numel() // tile.bm * (n // tile.bn), a)](
+        _operand(table, a, [tile.bm, tile.bk]),
+        _operand(table, w.view(-1, w.shape[2]), [tile.bn, tile.bk] if nt else [tile.bk, tile.bn]),
+        out, weights if weights is not None else out, rows, offs, k, n,
+        NT=nt, WEIGHTED=weights is not None, SPLIT=tile.split > 1, **_common(tile, offs, table),
+    )  # fmt: skip
+
+
+def _dact(table, dy, w, pre, dpre, act, weights, rows, offs):
+    """Fills dpre and act; returns the gradient of the weights as partial sums [parts, R]."""
+    width, hidden = w.shape[1], w.shape[2]
+    tile = table.dact.fit(hidden, width)
+    parts = torch.empty(hidden // tile.bn, rows.numel(), dtype=torch.float32, device=dy.device)
+    block = [tile.bm, tile.bn // tile.split]
+    kernels.moe_dact_kernel[_grid(table, rows.numel() // tile.bm * (hidden // tile.bn), dy)](
+        _operand(table, dy, [tile.bm, tile.bk]), _operand(table, w.view(-1, hidden), [tile.bk, tile.bn]),
+        _operand(table, pre, block), _operand(table, dpre, block), _operand(table, act, block), parts, weights, rows,
+        offs, width, hidden, rows.numel(), dy.stride(0), SUB=tile.split, DTYPE=DTYPES[dy.dtype],
+        **_common(tile, offs, table),
+    )  # fmt: skip
+    return parts
+
+
+def _dw(table, a, b, out, rows, offs, a_tokens=False, b_tokens=False, add=False):
+    """out[e] (+)= a_e^T b_e."""
+    m, n = out.shape[1:]
+    tile = table.dw.fit(n, table.dw.bk)
+    bm = min(tile.bm, m & -m)
+    shared = _common(tile, offs, table)
+    del shared["E_PAD"], shared["BK"]
+    kernels.moe_dw_kernel[_grid(table, out.shape[0] * (m // bm) * (n // tile.bn), a)](
+        _operand(table, a, [tile.bk, bm]), _operand(table, b, [tile.bk, tile.bn]), out, rows, offs, m, n,
+        a.stride(0), b.stride(0), A_TOKENS=a_tokens, B_TOKENS=b_tokens, ADD=add, SPLIT=tile.split > 1,
+        **(shared | {"BM": bm, "BT": tile.bk}),
+    )  # fmt: skip
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """torch's grouped GEMM over the padded groups. It leaves the rows past the last group unwritten."""
+    return torch._grouped_mm(a, b, offs=offs[1:-1])
+
+
+@torch.library.custom_op("zaya::moe_forward", mutates_args=())
+def moe_forward(
+    x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, weights: Tensor, save: bool,
+    main_gate_up: Tensor | None, main_down: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y [T, D], pre [R, 2F] or empty, rows, slot, offs). The main gradients are only passed through to backward."""
+    num_experts, double, _ = gate_up_proj.shape
+    table = tiles.moe_tiles(backend_of(x), x.shape[0])
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with _on(x):
+        rows, slot, offs = permute.permutation(ids, num_experts, table.pad)
+        copies = table.tma or "up" in table.library
+        grouped, _ = permute.gather(x if copies else None, None, y, rows, offs)
+        source = grouped if copies else x
+        act = x.new_empty(rows.numel(), double // 2)
+        pre = x.new_empty(rows.numel() if save or "up" in table.library else 0, double)
+        if "up" in table.library:
+            pre = _grouped(source, gate_up_proj.transpose(1, 2), offs)
+            swiglu(pre, act, offs)
+        else:
+            _up(table, source, gate_up_proj, pre, act, rows, offs, save)
+        if "down" in table.library:
+            combine(_grouped(act, down_proj.transpose(1, 2), offs), weights, slot, y)
+        else:
+            _rows(table, table.down, act, down_proj, y, weights, rows, offs, nt=True)
+    return y, pre if save else pre.new_empty(0, double), rows, slot, offs
+
+
+@moe_forward.register_fake
+def _(x, gate_up_proj, down_proj, ids, weights, save, main_gate_up, main_down):
+    num_experts, double, _ = gate_up_proj.shape
+    table = tiles.moe_tiles(backend_of(x) if x.device.type != "meta" else "cuda", _hint(x.shape[0]))
+    count = (x.shape[0] + num_experts * (table.pad - 1) + table.pad - 1) // table.pad * table.pad
+    ints = [x.new_empty(n, dtype=torch.int32) for n in (count, x.shape[0], num_experts + 2)]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count if save else 0, double), *ints
+
+
+def _hint(size) -> int:
+    """A number for a size that may be symbolic; the buffers it decides are never looked at by compiled code."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+
+
+@torch.library.custom_op("zaya::moe_decode", mutates_args=())
+def moe_decode(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """y [T, D] for the few tokens of MOE_DECODE; no gradient."""
+    tile = tiles.moe_decode_tile(backend_of(x), x.shape[0])
+    assert tile is not None
+    tokens, (num_experts, width, hidden) = x.shape[0], down_proj.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    act = x.new_empty(tokens, hidden)
+    shape = {"E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "VEC": tile.vec, "BM": 16}
+    shape |= {"T_PAD": max(triton.next_power_of_2(tokens), 16), "num_warps": tile.warps, "num_stages": tile.stages}
+    bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk, width)
+    slots = max(min(tokens, num_experts), 1)
+    with _on(x):
+        decode.moe_decode_up_kernel[(hidden // bn, slots)](
+            x, gate_up_proj, act, ids, tokens, width, hidden, x.stride(0), BN=bn, BK=bk, **shape
+        )
+        bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk, hidden)
+        decode.moe_decode_down_kernel[(width // bn, slots)](
+            act, down_proj, y, weights, ids, tokens, width, hidden, BN=bn, BK=bk, **shape
+        )
+    return y
+
+
+@moe_decode.register_fake
+def _(x, gate_up_proj, down_proj, ids, weights):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _divisor(block: int, size: int) -> int:
+    return min(block, size & -size)
+
+
+@torch.library.custom_op("zaya::moe_backward", mutates_args=("main_gate_up", "main_down"))
+def moe_backward(
+    dy: Tensor, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weights: Tensor, pre: Tensor, rows: Tensor,
+    slot: Tensor, offs: Tensor, need_x: bool, need_w: bool, main_gate_up: Tensor | None, main_down: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, d gate_up_proj, d down_proj, d weights fp32). What is not needed, or went to a main gradient, is empty."""
+    table = tiles.moe_tiles(backend_of(x), x.shape[0])
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
+    dpre = torch.empty_like(pre)
+    act = x.new_empty(rows.numel(), pre.shape[1] // 2)
+    with _on(x):
+        copies = table.tma or bool(table.library)
+        zero = dx if need_x else torch.empty_like(dy)
+        gdy, gx = permute.gather(dy if copies else None, x if copies and need_w else None, zero, rows, offs)
+        if "dact" in table.library:
+            parts = swiglu_gradient(_grouped(gdy, down_proj, offs), pre, dpre, act, weights, rows, offs)
+        else:
+            parts = _dact(table, gdy if copies else dy, down_proj, pre, dpre, act, weights, rows, offs)
+        dweights = weight_gradient(parts, slot)
+        if need_x and "dx" in table.library:
+            combine(_grouped(dpre, gate_up_proj, offs), None, slot, dx)
+        elif need_x:
+            _rows(table, table.dx, dpre, gate_up_proj, dx, None, rows, offs, nt=False)
+        dw1 = dw2 = x.new_empty(0)
+        if need_w:
+            sides = (dpre, gx if copies else x), (gdy if copies else dy, act)
+            dw1 = _weight_gradient(table, *sides[0], gate_up_proj, main_gate_up, rows, offs, False, not copies)
+            dw2 = _weight_gradient(table, *sides[1], down_proj, main_down, rows, offs, not copies, False)
+    return dx, dw1, dw2, dweights
+
+
+def _weight_gradient(table, a, b, weight, main, rows, offs, a_tokens, b_tokens):
+    if main is None and "dw" in table.library:
+        return _grouped(a.t(), b, offs)
+    out = torch.empty_like(weight, memory_format=torch.contiguous_format) if main is None else main
+    _dw(table, a, b, out, rows, offs, a_tokens, b_tokens, add=main is not None)
+    return out if main is None else weight.new_empty(0)
+
+
+@moe_backward.register_fake
+def _(dy, x, gate_up_proj, down_proj, weights, pre, rows, slot, offs, need_x, need_w, main_gate_up, main_down):
+    dw1 = torch.empty_like(gate_up_proj) if need_w and main_gate_up is None else x.new_empty(0)
+    dw2 = torch.empty_like(down_proj) if need_w and main_down is None else x.new_empty(0)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
+    return dx, dw1, dw2, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _setup_context(ctx, inputs, output):
+    x, gate_up_proj, down_proj, _, weights, _, main_gate_up, main_down = inputs
+    _, pre, rows, slot, offs = output
+    ctx.mark_non_differentiable(pre, rows, slot, offs)
+    ctx.mains = main_gate_up, main_down
+    ctx.save_for_backward(x, gate_up_proj, down_proj, weights, pre, rows, slot, offs)
+
+
+def _backward(ctx, dy, *_):
+    x, gate_up_proj, down_proj, weights, *saved = ctx.saved_tensors
+    need_x, need_1, need_2, _, need_p = ctx.needs_input_grad[:5]
+    dy = dy if dy.stride(1) == 1 and dy.dtype == x.dtype else dy.to(x.dtype).contiguous()
+    dx, dw1, dw2, dp = moe_backward(dy, x, gate_up_proj, down_proj, weights, *saved, need_x, need_1 or need_2, *ctx.mains)
+    dw1 = dw1 if need_1 and ctx.mains[0] is None else None
+    dw2 = dw2 if need_2 and ctx.mains[1] is None else None
+    return dx if need_x else None, dw1, dw2, None, dp.to(weights.dtype) if need_p else None, None, None, None
+
+
+moe_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights):
+    """`moe` by kernels: same arguments and result. Check `unsupported` first."""
+    weights = [w.to(x.dtype).contiguous() for w in (gate_up_proj, down_proj)]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    inputs = (x, *weights, expert_ids.contiguous(), gate_weights.contiguous())
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, gate_weights))
+    if not save and tiles.moe_decode_tile(backend_of(x), x.shape[0]) is not None:
+        return moe_decode(*inputs)
+    mains = [_main_gradient(p) if save else None for p in (gate_up_proj, down_proj)]
+    return moe_forward(*inputs, save, *mains)[0]
+
+
+def _main_gradient(parameter: Tensor) -> Tensor | None:
+    """The fp32 tensor to add this parameter's gradient into, when training has put one on it (see `moe`)."""
+    main = getattr(parameter, "main_grad", None)
+    if main is not None and (main.dtype != torch.float32 or main.shape != parameter.shape or not main.is_contiguous()):
+        raise ValueError(f"main_grad must be contiguous float32 of shape {tuple(parameter.shape)}; got {main.dtype}, {tuple(main.shape)}")
+    return main

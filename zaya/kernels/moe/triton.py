@@ -1,0 +1,329 @@
+"""The expert products in Triton, on rows grouped by expert (permute.py). One source for ROCm and CUDA.
+
+The constexpr TMA says how operands are read: tensor descriptors over grouped copies (CUDA), or pointers that gather
+token rows on the way (ROCm, and any shape that a descriptor does not take). Every kernel walks its tiles with a stride of
+its grid, so a grid of one program per multiprocessor is a persistent schedule and a larger one is an ordinary launch.
+Tiles go down the rows of an expert first, so that neighbours in time share a panel of weights in L2.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if INTERPRET:  # the interpreter's bf16 products are wrong: widen first
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """(row tile, column tile): GROUP row tiles share a column before the next column."""
+    band = tile // (GROUP * col_tiles)
+    height = tl.minimum(row_tiles - band * GROUP, GROUP)
+    inside = tile - band * (GROUP * col_tiles)
+    return band * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def _expert_of(row, offs_ptr, E: tl.constexpr, E_PAD: tl.constexpr):
+    e = tl.arange(0, E_PAD)
+    ends = tl.load(offs_ptr + 1 + e, mask=e < E, other=2147483647)
+    return tl.sum((ends <= row).to(tl.int32), 0)
+
+
+@triton.jit
+def _token_rows(rows_ptr, r, GATHER: tl.constexpr):
+    """(source row of each tile row, which of them hold a token)."""
+    code = tl.load(rows_ptr + r)
+    live = code >= 0
+    return tl.where(live, code, 0).to(tl.int64) if GATHER else r.to(tl.int64), live
+
+
+@triton.jit
+def _load_rows(a, src, live, r0, k0, stride_a, BK: tl.constexpr, TMA: tl.constexpr):
+    """[BM, BK] of the left operand."""
+    if TMA:
+        tile = a.load([r0, k0])
+    else:
+        k = k0 + tl.arange(0, BK)
+        tile = tl.load(a + src[:, None] * stride_a + k[None, :], mask=live[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def _load_weight(w, w_row, k0, n0, width, BK: tl.constexpr, BN: tl.constexpr, NT: tl.constexpr, TMA: tl.constexpr):
+    """[BK, BN] of one expert's weight, which starts at row w_row of w [all rows, width]: W^T if NT, else W."""
+    if TMA and NT:
+        tile = w.load([w_row + n0, k0]).T
+    elif TMA:
+        tile = w.load([w_row + k0, n0])
+    else:
+        base = w + w_row.to(tl.int64) * width
+        k = k0 + tl.arange(0, BK)[:, None]
+        n = n0 + tl.arange(0, BN)[None, :]
+        tile = tl.load(base + n * width + k if NT else base + k * width + n)
+    return tile
+
+
+@triton.jit
+def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """Left and right half of the columns; free on matrix accumulators, whose columns lie in registers."""
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_tile(out, r0, n0, stride, value, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+    """A tile into a grouped buffer [rows, stride]; padding rows belong to the buffer and are written too."""
+    if TMA:
+        out.store([r0, n0], value)
+    else:
+        r = (r0 + tl.arange(0, BM)).to(tl.int64)[:, None]
+        tl.store(out + r * stride + n0 + tl.arange(0, BN)[None, :], value)
+
+
+@triton.jit
+def moe_up_kernel(
+    x,  # [R, D] grouped if TMA, else [T, D]
+    w,  # gate_up_proj as [E * 2F, D], or [E, 2, F, D] if WIDE
+    pre,  # out [R, 2F]: gate and up before the activation, written if SAVE
+    act,  # out [R, F]: silu(gate) * up
+    rows_ptr,
+    offs_ptr,
+    D,
+    F,
+    stride_x,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,  # gate columns of a tile; as many up columns come with them
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    SAVE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WS: tl.constexpr,
+):
+    row_tiles = tl.load(offs_ptr + E) // BM
+    tiles = row_tiles * (F // BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+        m, c = _tile_at(tile, row_tiles, F // BN, GROUP)
+        r0 = m * BM
+        n0 = c * BN
+        expert = _expert_of(r0, offs_ptr, E, E_PAD)
+        src, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
+        if WIDE:
+            acc = tl.zeros((BM, 2 * BN), tl.float32)
+            for k0 in range(0, D, BK):
+                b = w.load([expert, 0, n0, k0]).reshape(2 * BN, BK)
+                acc = _dot(_load_rows(x, src, live, r0, k0, stride_x, BK, TMA), b.T, acc)
+            gate, up = _halves(acc, BM, 2 * BN)
+        else:
+            gate = tl.zeros((BM, BN), tl.float32)
+            up = tl.zeros((BM, BN), tl.float32)
+            for k0 in range(0, D, BK):
+                a = _load_rows(x, src, live, r0, k0, stride_x, BK, TMA)
+                gate = _dot(a, _load_weight(w, expert * 2 * F, k0, n0, D, BK, BN, True, TMA), gate)
+                up = _dot(a, _load_weight(w, expert * 2 * F, k0, F + n0, D, BK, BN, True, TMA), up)
+        if SAVE:
+            _store_tile(pre, r0, n0, 2 * F, gate.to(DTYPE), BM, BN, TMA)
+            _store_tile(pre, r0, F + n0, 2 * F, up.to(DTYPE), BM, BN, TMA)
+        _store_tile(act, r0, n0, F, (gate * tl.sigmoid(gate) * up).to(DTYPE), BM, BN, TMA)
+
+
+@triton.jit
+def moe_rows_kernel(
+    a,  # [R, K] grouped
+    w,  # [E * N, K] if NT, else [E * K, N]
+    out_ptr,  # out [T, N], token order
+    weight_ptr,  # [T], read if WEIGHTED
+    rows_ptr,
+    offs_ptr,
+    K,
+    N,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    NT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SPLIT: tl.constexpr,  # column halves stored one after the other
+    FLATTEN: tl.constexpr,
+    WS: tl.constexpr,
+):
+    """out[token of r] = weight * a[r] W_e^T (NT) or a[r] W_e: the down projection, and the gradient of the input."""
+    row_tiles = tl.load(offs_ptr + E) // BM
+    tiles = row_tiles * (N // BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+        m, c = _tile_at(tile, row_tiles, N // BN, GROUP)
+        r0 = m * BM
+        n0 = c * BN
+        w_row = _expert_of(r0, offs_ptr, E, E_PAD) * (N if NT else K)
+        src, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), False)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k0 in range(0, K, BK):
+            b = _load_weight(w, w_row, k0, n0, K if NT else N, BK, BN, NT, TMA)
+            acc = _dot(_load_rows(a, src, live, r0, k0, K, BK, TMA), b, acc)
+        token, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
+        if WEIGHTED:
+            acc = acc * tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)[:, None]
+        to = out_ptr + token[:, None] * N + n0
+        if SPLIT:
+            left, right = _halves(acc, BM, BN)
+            n = tl.arange(0, BN // 2)[None, :]
+            tl.store(to + n, left.to(out_ptr.dtype.element_ty), mask=live[:, None])
+            tl.store(to + BN // 2 + n, right.to(out_ptr.dtype.element_ty), mask=live[:, None])
+        else:
+            tl.store(to + tl.arange(0, BN)[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _swiglu_gradient(g, pre, dpre, act, r0, n0, F, weight, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                     TMA: tl.constexpr):  # fmt: skip
+    """From g = d(out)/d(weight * act): stores the gradients of gate and up, and weight * act; returns sum(g * act)."""
+    if TMA:
+        gate = pre.load([r0, n0]).to(tl.float32)
+        up = pre.load([r0, F + n0]).to(tl.float32)
+    else:
+        at = pre + (r0 + tl.arange(0, BM)).to(tl.int64)[:, None] * (2 * F) + n0 + tl.arange(0, BN)[None, :]
+        gate = tl.load(at).to(tl.float32)
+        up = tl.load(at + F).to(tl.float32)
+    s = tl.sigmoid(gate)
+    silu = gate * s
+    hidden = silu * up
+    part = tl.sum(g * hidden, 1)
+    _store_tile(act, r0, n0, F, (hidden * weight).to(DTYPE), BM, BN, TMA)
+    g = g * weight
+    _store_tile(dpre, r0, F + n0, 2 * F, (g * silu).to(DTYPE), BM, BN, TMA)
+    _store_tile(dpre, r0, n0, 2 * F, (g * up * (s + silu * (1.0 - s))).to(DTYPE), BM, BN, TMA)
+    return part
+
+
+@triton.jit
+def moe_dact_kernel(
+    dy,  # [R, D] grouped if TMA, else [T, D]
+    w,  # down_proj as [E * D, F]
+    pre,  # [R, 2F]
+    dpre,  # out [R, 2F]
+    act,  # out [R, F]: weight * silu(gate) * up, what the gradient of down_proj needs
+    parts_ptr,  # out [F / BN, R] fp32: per column tile, the sums whose total is the gradient of the weight
+    weight_ptr,  # [T]
+    rows_ptr,
+    offs_ptr,
+    D,
+    F,
+    R,
+    stride_dy,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    SUB: tl.constexpr,  # 1, 2 or 4 column parts of the tile go through the activation one after the other
+    DTYPE: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WS: tl.constexpr,
+):
+    row_tiles = tl.load(offs_ptr + E) // BM
+    tiles = row_tiles * (F // BN)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+        m, c = _tile_at(tile, row_tiles, F // BN, GROUP)
+        r0 = m * BM
+        n0 = c * BN
+        w_row = _expert_of(r0, offs_ptr, E, E_PAD) * D
+        src, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k0 in range(0, D, BK):
+            b = _load_weight(w, w_row, k0, n0, F, BK, BN, False, TMA)
+            acc = _dot(_load_rows(dy, src, live, r0, k0, stride_dy, BK, TMA), b, acc)
+        token, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
+        p = tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)[:, None]
+        if SUB == 1:
+            total = _swiglu_gradient(acc, pre, dpre, act, r0, n0, F, p, DTYPE, BM, BN, TMA)
+        else:
+            H: tl.constexpr = BN // 2
+            a, b = _halves(acc, BM, BN)
+            if SUB == 2:
+                total = _swiglu_gradient(a, pre, dpre, act, r0, n0, F, p, DTYPE, BM, H, TMA)
+                total += _swiglu_gradient(b, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, H, TMA)
+            else:
+                Q: tl.constexpr = BN // 4
+                aa, ab = _halves(a, BM, H)
+                total = _swiglu_gradient(aa, pre, dpre, act, r0, n0, F, p, DTYPE, BM, Q, TMA)
+                total += _swiglu_gradient(ab, pre, dpre, act, r0, n0 + Q, F, p, DTYPE, BM, Q, TMA)
+                ba, bb = _halves(b, BM, H)
+                total += _swiglu_gradient(ba, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, Q, TMA)
+                total += _swiglu_gradient(bb, pre, dpre, act, r0, n0 + H + Q, F, p, DTYPE, BM, Q, TMA)
+        tl.store(parts_ptr + c.to(tl.int64) * R + r0 + tl.arange(0, BM), total)
+
+
+@triton.jit
+def moe_dw_kernel(
+    a,  # [R, M] grouped, or [T, M] if A_TOKENS
+    b,  # [R, N] grouped, or [T, N] if B_TOKENS
+    dw_ptr,  # out [E, M, N]; added to if ADD
+    rows_ptr,
+    offs_ptr,
+    M,
+    N,
+    stride_a,
+    stride_b,
+    E: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+    A_TOKENS: tl.constexpr,
+    B_TOKENS: tl.constexpr,
+    ADD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WS: tl.constexpr,
+):
+    """dW[e] = sum over the rows of expert e of a[r]^T b[r]. An expert without rows writes zeros."""
+    per_expert = (M // BM) * (N // BN)
+    for tile in tl.range(tl.program_id(0), E * per_expert, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+        expert = tile // per_expert
+        mt, nt = _tile_at(tile % per_expert, M // BM, N // BN, GROUP)
+        m0 = mt * BM
+        n0 = nt * BN
+        acc = tl.zeros((BM, BN), tl.float32)
+        for r0 in range(tl.load(offs_ptr + expert), tl.load(offs_ptr + expert + 1), BT):
+            if TMA:
+                acc = _dot(a.load([r0, m0]).T, b.load([r0, n0]), acc)
+            else:
+                r = r0 + tl.arange(0, BT)
+                ra, live = _token_rows(rows_ptr, r, A_TOKENS)
+                rb, live = _token_rows(rows_ptr, r, B_TOKENS)
+                at = a + ra[None, :] * stride_a + m0 + tl.arange(0, BM)[:, None]
+                bt = b + rb[:, None] * stride_b + n0 + tl.arange(0, BN)[None, :]
+                left = tl.load(at, mask=live[None, :], other=0.0)
+                acc = _dot(left, tl.load(bt, mask=live[:, None], other=0.0), acc)
+        to = dw_ptr + (expert.to(tl.int64) * M + m0 + tl.arange(0, BM)[:, None]) * N + n0
+        if SPLIT:
+            left, right = _halves(acc, BM, BN)
+            _store_gradient(to + tl.arange(0, BN // 2)[None, :], left, ADD)
+            _store_gradient(to + BN // 2 + tl.arange(0, BN // 2)[None, :], right, ADD)
+        else:
+            _store_gradient(to + tl.arange(0, BN)[None, :], acc, ADD)
+
+
+@triton.jit
+def _store_gradient(to, value, ADD: tl.constexpr):
+    if ADD:
+        value += tl.load(to).to(tl.float32)
+    tl.store(to, value.to(to.dtype.element_ty))

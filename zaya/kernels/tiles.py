@@ -1,0 +1,131 @@
+"""Every tile that the kernels ship, per backend and number of tokens. Chosen from compiled resources and measurements
+(docs/kernels.md), never by tuning at run time. "cuda" is sm_90, "hip" is gfx942, "interpreter" is Triton's on the CPU.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+# ------------------------------------------------------------------------------------------------------------- moe
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One product's tile: BM rows x BN columns, reduced BK at a time.
+
+    `group` row tiles are walked before the next column tile. `split` is how many column parts of the accumulator pass
+    through the end of the kernel one after the other. `options` are the backend's own launch options.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    group: int = 16
+    split: int = 1
+    flatten: bool = False
+    wide: bool = False
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def fit(self, n: int, k: int) -> "Tile":
+        """The same tile with BN and BK lowered to divide a width of n and a reduction of k (multiples of 16)."""
+        bn, bk = math.gcd(self.bn, n), math.gcd(self.bk, k)
+        return self if (bn, bk) == (self.bn, self.bk) else replace(self, bn=bn, bk=bk, split=1, wide=False)
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages, **self.options}
+
+
+@dataclass(frozen=True)
+class MoeTiles:
+    """How `moe` runs for up to `tokens` tokens.
+
+    Experts' rows start at multiples of `pad`, which every `bm` divides. With `tma`, operands are grouped copies read
+    through tensor descriptors, else token rows are gathered by pointers. `persistent`: one program per multiprocessor.
+    `library` names the products that torch's grouped GEMM does instead, between our own prologue and epilogue.
+    """
+
+    tokens: float
+    pad: int
+    tma: bool
+    persistent: bool
+    up: Tile
+    down: Tile
+    dact: Tile
+    dx: Tile
+    dw: Tile
+    library: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """The decode kernels for up to `tokens` tokens; `vec` is vector arithmetic, one token at a time."""
+
+    tokens: int
+    vec: bool
+    bn_up: int
+    bn_down: int
+    bk: int
+    warps: int
+    stages: int
+
+
+_AMD = {"matrix_instr_nonkdim": 16, "waves_per_eu": 2}
+_HIP_SMALL = Tile(64, 64, 64, 4, 2, options=_AMD)
+_TINY = Tile(16, 16, 16, 4, 2, group=2, split=2)
+
+MOE: dict[str, tuple[MoeTiles, ...]] = {
+    "cuda": (
+        MoeTiles(
+            1024, 64, True, True,
+            up=Tile(64, 64, 128, 4, 4),
+            down=Tile(64, 128, 128, 4, 4),
+            dact=Tile(64, 128, 64, 4, 4, split=2),
+            dx=Tile(64, 128, 64, 4, 4),
+            dw=Tile(128, 256, 64, 8, 3, split=2),
+        ),
+        MoeTiles(
+            math.inf, 128, True, True,
+            up=Tile(128, 128, 64, 8, 3),
+            down=Tile(128, 256, 64, 8, 3, split=2),
+            dact=Tile(128, 128, 64, 8, 4, split=2),
+            dx=Tile(128, 256, 64, 8, 3, split=2),
+            dw=Tile(128, 256, 64, 8, 3, split=2),
+        ),
+    ),
+    "hip": (
+        MoeTiles(
+            4096, 64, False, False, up=_HIP_SMALL, down=_HIP_SMALL, dact=_HIP_SMALL, dx=_HIP_SMALL,
+            dw=Tile(128, 128, 64, 8, 2, options=_AMD),
+        ),
+        MoeTiles(
+            math.inf, 256, False, False,
+            up=Tile(128, 128, 64, 8, 2, options=_AMD),
+            down=Tile(256, 128, 64, 8, 2, options=_AMD),
+            dact=Tile(128, 128, 64, 8, 2, split=2, options=_AMD),
+            dx=Tile(256, 128, 64, 8, 2, options=_AMD),
+            dw=Tile(256, 128, 64, 8, 2, options=_AMD),
+        ),
+    ),
+    "interpreter": (
+        MoeTiles(math.inf, 32, True, True, up=_TINY, down=_TINY, dact=replace(_TINY, bn=32, split=4), dx=_TINY, dw=_TINY),
+    ),
+}  # fmt: skip
+
+MOE_DECODE: dict[str, tuple[DecodeTile, ...]] = {
+    "cuda": (DecodeTile(4, True, 8, 8, 512, 4, 2), DecodeTile(64, False, 16, 16, 256, 4, 4)),
+    "hip": (DecodeTile(4, True, 8, 8, 512, 4, 2), DecodeTile(64, False, 16, 16, 256, 4, 2)),
+    "interpreter": (DecodeTile(4, True, 16, 16, 32, 4, 2), DecodeTile(64, False, 16, 16, 32, 4, 2)),
+}
+
+
+def moe_tiles(backend: str, tokens: int) -> MoeTiles:
+    """The row of MOE for this many tokens."""
+    return next(t for t in MOE[backend] if tokens <= t.tokens)
+
+
+def moe_decode_tile(backend: str, tokens: int) -> DecodeTile | None:
+    """The row of MOE_DECODE for this many tokens; None when there are too many for the decode kernels."""
+    return next((t for t in MOE_DECODE[backend] if tokens <= t.tokens), None)
