@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 from zaya.errors import CheckFailed, UserError
 
@@ -46,6 +47,17 @@ def launch(argv: list[str], ranks: int, threads: int) -> None:
     Their standard output goes to standard error, except rank 0's. Raises UserError when a rank ended with code 2 (it
     has said why), CheckFailed when one ended otherwise.
     """
+    with started([sys.executable, "-P", "-m", "zaya.cli", *argv], ranks, threads) as children:
+        code = _wait(children)
+    if code == 2:
+        raise UserError("a rank ended with a usage error, printed above; mend it and run the same command again")
+    if code:
+        raise CheckFailed(f"a rank ended with code {code}; the same command goes on from the last checkpoint")
+
+
+@contextlib.contextmanager
+def started(command: list[str], ranks: int, threads: int, **first: Any) -> Iterator[list[subprocess.Popen]]:
+    """The ranks of `command`, which are ended on leaving. first: further arguments of rank 0's Popen."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
@@ -59,17 +71,13 @@ def launch(argv: list[str], ranks: int, threads: int) -> None:
         "ACCELERATE_USE_CPU": "true",
         _PARENT: str(os.getpid()),
     }
-    command = [sys.executable, "-P", "-m", "zaya.cli", *argv]
     children: list[subprocess.Popen] = []
     with _ending(children):
         for rank in range(ranks):
             env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            children.append(subprocess.Popen(command, env=env, stdout=None if rank == 0 else sys.stderr))
-        code = _wait(children)
-    if code == 2:
-        raise UserError("a rank ended with a usage error, printed above; mend it and run the same command again")
-    if code:
-        raise CheckFailed(f"a rank ended with code {code}; the same command goes on from the last checkpoint")
+            options: dict[str, Any] = first if rank == 0 else {"stdout": sys.stderr, "stdin": subprocess.DEVNULL}
+            children.append(subprocess.Popen(command, env=env, **options))
+        yield children
 
 
 def _wait(children: list[subprocess.Popen]) -> int:

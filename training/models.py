@@ -1,5 +1,7 @@
 """The two models that a recipe describes, with fresh weights."""
 
+from typing import Any
+
 import torch
 
 from training.metrics.flops import check_same_active
@@ -8,20 +10,28 @@ from training.recipe import Recipe
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # training/data/tokenize.py gives them
 
 
-def zaya_model(recipe: Recipe) -> torch.nn.Module:
-    """A ZAYA model in training mode, fp32, initialised from the recipe's seed."""
-    from zaya import ZayaConfig, ZayaForCausalLM
-
+def zaya_fields(recipe: Recipe) -> dict[str, Any]:
+    """The fields of ZayaConfig that a recipe gives, as stock's config takes them too."""
     fields = recipe.model.model_dump(exclude={"rope_theta", "partial_rotary_factor", "vocab_size"})
     rope = {"rope_type": "default", "partial_rotary_factor": recipe.model.partial_rotary_factor}
     rope_parameters = {
         "hybrid": rope | {"rope_theta": recipe.model.rope_theta},
         "hybrid_sliding": rope | {"rope_theta": 10_000.0},
     }
-    vocab_size = recipe.tokenizer.vocab_size
-    config = ZayaConfig(vocab_size=vocab_size, rope_parameters=rope_parameters, **SPECIAL_IDS, **fields)
+    return fields | SPECIAL_IDS | {"vocab_size": recipe.tokenizer.vocab_size, "rope_parameters": rope_parameters}
+
+
+def zaya_model(recipe: Recipe) -> torch.nn.Module:
+    """A ZAYA model in training mode, fp32, initialised from the recipe's seed."""
+    from zaya import ZayaConfig, ZayaForCausalLM
+
+    config = ZayaConfig(**zaya_fields(recipe))
     torch.manual_seed(recipe.seed)
-    return ZayaForCausalLM(config).train()
+    model = ZayaForCausalLM(config).train()
+    for name, bias in model.named_buffers():
+        if name.endswith("balancing_biases"):
+            bias[-1] = recipe.train.balance.initial_skip_bias
+    return model
 
 
 def baseline_model(recipe: Recipe) -> torch.nn.Module:

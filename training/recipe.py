@@ -177,6 +177,9 @@ class Balance(Section):
     """Decay of the mean of squared load errors."""
     eps: Positive = 1e-8
     """Added to the root of the mean of squares."""
+    initial_skip_bias: float = -1.0
+    """Where the skip class's bias starts. -1, as in ZAYA1, keeps skipping out until the update has raised it by
+    nearly 1, about 1 / learning_rate steps: short runs start nearer to 0."""
     skip_target: Rate | None = None
     """Share of tokens that the skip class is steered to; the experts share the rest evenly. Unset treats it like one
     more expert: 1 / (num_experts + 1)."""

@@ -63,11 +63,19 @@ class Trainer:
 
     def fit(self) -> None:
         """Train to the last step."""
-        self._call("on_start")
+        self.start()
         while self.step < self.settings.steps:
-            self.record = self.train_step()
-            self._call("on_step")
+            self.advance()
         self._call("on_end")
+
+    def start(self) -> None:
+        """What callbacks do before the first step."""
+        self._call("on_start")
+
+    def advance(self) -> None:
+        """One step and what callbacks do after it."""
+        self.record = self.train_step()
+        self._call("on_step")
 
     def train_step(self) -> dict[str, Any]:
         """One optimizer step on the next batch. Returns loss (nats per token of the whole batch), lr, grad_norm."""

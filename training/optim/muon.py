@@ -14,7 +14,7 @@ import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-CHUNK_BYTES = 1 << 22  # a stack and its Gram matrices should stay in cache
+CHUNK_BYTES = 1 << 20  # a stack and its Gram matrices should stay in cache
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
