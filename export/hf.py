@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from training.checkpoint.reader import Checkpoint, open_checkpoint
 from zaya.errors import CheckFailed, UserError
@@ -49,6 +50,7 @@ def export_checkpoint(source: Path, out: Path, dtype: str = "float32") -> Path:
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype: {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    disable_progress_bar()
     checkpoint = open_checkpoint(source)
     if checkpoint.tokenizer is None:
         raise UserError(f"{checkpoint.path}: holds no tokenizer, which an export needs; train again with this version")

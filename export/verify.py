@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.utils.logging import disable_progress_bar
 
 from zaya.errors import CheckFailed, UserError
 from zaya.files import sha256_file, stage_dir
@@ -99,6 +100,7 @@ def verify_folder(
     UserError when `folder` is not an exported ZAYA folder.
     """
     began = datetime.datetime.now(datetime.UTC)
+    disable_progress_bar()
     config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
     ids = read_prompts(folder, text, prompts, 96)
     if config.get("model_type") != "zaya":
@@ -118,8 +120,9 @@ def verify_folder(
         write_result(folder, out, report, began)
     if report["max_logit_difference"] > atol or report["equal_tokens"] != report["tokens"]:
         raise CheckFailed(
-            f"{folder}: stock transformers differs: logits by {report['max_logit_difference']:.2e} (allowed"
-            f" {atol:.0e}), {report['equal_tokens']} of {report['tokens']} greedy tokens equal{why_stock_differs(folder)}"
+            f"{folder}: stock transformers differs: logits by {report['max_logit_difference']:.2e} "
+            f"(allowed {atol:.0e}), {report['equal_tokens']} of {report['tokens']} greedy tokens equal"
+            + why_stock_differs(folder)
         )
     return report
 
@@ -129,7 +132,7 @@ def why_stock_differs(folder: Path) -> str:
     biases = [v for k, v in load_tensors(folder) if k.endswith("balancing_biases")]
     if all(b[-1] == -1 for b in biases):
         return ""
-    return "; its skip biases are not -1 and stock resets them as it loads: `zaya export` writes folders where that is harmless"
+    return "; its skip biases are not -1 and stock resets them as it loads, which `zaya export` makes harmless"
 
 
 def load_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
