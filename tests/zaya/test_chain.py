@@ -49,14 +49,12 @@ def test_a_release_that_was_never_killed_made_the_same(run, tmp_path):
 
 def test_every_number_has_its_provenance(run):
     results = load_all(run)
-    assert {r.kind for r in results} == {"quality", "latency", "training", "verify", "hardware"} - {"training"} | (
-        {r.kind for r in results} & {"training"}
-    )
+    assert {r.kind for r in results} >= {"quality", "latency", "verify", "hardware"}
     assert all(r.provenance and r.provenance.versions["torch"] for r in results)
 
 
 def test_nothing_half_written_and_nothing_running_is_left(run):
-    assert [p for p in run.rglob(".*tmp*")] == []
+    assert list(run.rglob(".*tmp*")) == []
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and ours(run):
         time.sleep(0.5)
@@ -77,7 +75,6 @@ def test_the_page_shows_the_numbers(run):
     page = (run / "board" / "index.html").read_text()
     for r in load_all(run / "scores"):
         assert r.name in page
-    assert "not measured" not in page.lower() or (run / "latency").exists()
 
 
 def test_a_changed_board_title_rebuilds_the_board_alone(run):
