@@ -14,6 +14,7 @@ _HOME = {
     "ZayaConfig": "zaya.configuration_zaya",
     "ZayaModel": "zaya.modeling_zaya",
     "ZayaForCausalLM": "zaya.modeling_zaya",
+    "ZayaCache": "zaya.cache",
     "ZayaPreTrainedModel": "zaya.modeling_zaya",
 }
 __all__ = ["__version__", *_HOME]

@@ -4,7 +4,7 @@ A config saved here is read by stock transformers, and the reverse. Fields of ou
 from their default.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.zaya.configuration_zaya import ZayaConfig as StockZayaConfig
@@ -64,6 +64,9 @@ class ZayaConfig(StockZayaConfig):
 
     kernels: str = "auto"
     skip_semantics: str = "zero"
+    if TYPE_CHECKING:  # filled in by __post_init__
+        layer_types: list[str]  # type: ignore[assignment]
+        rope_parameters: dict[str, dict[str, Any]]  # type: ignore[assignment]
 
     def __post_init__(self, **kwargs: Any) -> None:
         _refuse_legacy(kwargs)
@@ -207,6 +210,6 @@ def _check_layers(config: ZayaConfig) -> None:
         rotated = config.head_dim * rope["partial_rotary_factor"]
         if rotated % 2:
             raise UserError(
-                f"rope_parameters.{layer_type}.partial_rotary_factor rotates {rotated:g} channels of {config.head_dim}; "
-                "it must leave an even number"
+                f"rope_parameters.{layer_type}.partial_rotary_factor rotates {rotated:g} channels; "
+                "it must rotate an even number"
             )

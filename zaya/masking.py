@@ -60,7 +60,7 @@ def depth_from_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> 
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if first != 0 or last != batch * length or bool((cu_seqlens.diff() < 0).any()):
             raise UserError(
-                f"cu_seqlens must rise from 0 to the number of tokens, {batch * length}; it goes from {first} to {last}"
+                f"cu_seqlens goes from {first} to {last}; it must rise from 0 to the {batch * length} tokens"
             )
     token = torch.arange(batch * length, device=cu_seqlens.device)
     document = torch.searchsorted(cu_seqlens.long(), token, right=True) - 1
@@ -70,7 +70,7 @@ def depth_from_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> 
 
 
 def depth_from_positions(position_ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """[B, S] int64: tokens since the last place where position_ids [B, S] did not rise from one real token to the next."""
+    """[B, S] int64: tokens since the last start, where position_ids [B, S] did not rise from the real token before."""
     index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
     known = index if real is None else index.where(real, -1)
     before = F.pad(known.cummax(1).values, (1, -1), value=-1)

@@ -8,31 +8,32 @@ One layer, on a residual stream r that stays in fp32:
     r = (attention(norm(r)) + b1) * s1 + (r + b2) * s2
     r = (experts(norm(r)) + b3) * s3 + (r + b4) * s4
 
-Attention is compressed convolutional attention (arXiv 2510.04476); the experts are top-1 with a skip class, chosen by a
-router whose state is carried from layer to layer (arXiv 2511.17127). docs/architecture.md explains both.
+Attention is compressed convolutional attention (arXiv 2510.04476); the experts are top-1 with a skip class, chosen by
+a router whose state is carried from layer to layer (arXiv 2511.17127). docs/architecture.md explains both.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from zaya.cache import read_state, write_state
+from zaya.cache import ZayaCache, read_state, write_state
 from zaya.configuration_zaya import ZayaConfig
-from zaya.errors import UserError
+from zaya.generation import CACHE_FIELD, ZayaGenerationMixin
+from zaya.inputs import check_inputs
+from zaya.kernels.cca import convolve
+from zaya.kernels.linear_cross_entropy import linear_cross_entropy
 from zaya.kernels.moe import moe
 from zaya.kernels.router import router
 from zaya.masking import Layout, depth_from_cu_seqlens, make_layout
 
-# transformers 5.23 renamed the cache in its outputs
-_CACHE_FIELD = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+_FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class ZayaRMSNorm(nn.Module):
@@ -83,10 +84,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class CausalConv(nn.Conv1d):
-    """Holds the weights of a causal convolution; `ZayaCCA` applies them, so that it can stop at document starts."""
+    """Holds the weights of a causal convolution; `zaya.kernels.cca` applies them, and stops at document starts."""
 
     def __init__(self, channels: int, kernel_size: int, groups: int):
         super().__init__(channels, channels, kernel_size, groups=groups)
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight [channels, channels / groups, kernel_size] and bias [channels]."""
+        assert self.bias is not None
+        return self.weight, self.bias
 
 
 class ZayaCCA(nn.Module):
@@ -102,11 +108,8 @@ class ZayaCCA(nn.Module):
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.heads, self.groups, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
         q_size, kv_size = self.heads * self.head_dim, self.groups * self.head_dim
         self.q_proj = nn.Linear(hidden, q_size, bias=bias)
@@ -132,9 +135,10 @@ class ZayaCCA(nn.Module):
             columns, delayed_before = torch.cat([state[0], columns], dim=1), state[1]
         delayed = torch.cat([delayed_before, delayed], dim=1)
         if cache is not None:
-            self._remember(cache, columns, delayed, layout.real)
+            write_state(cache, self.layer_idx, columns, delayed, layout.real, self.reach)
 
-        mixed = self.convolve(columns, layout.depth)  # [B, S, H + G, d]
+        depthwise, grouped = self.conv_qk_depthwise.parts(), self.conv_qk_grouped.parts()
+        mixed = convolve(columns, depthwise, grouped, self.heads + self.groups, layout.depth)  # [B, S, H + G, d]
         mean_q, mean_k = self._means(q, k)
         query = mixed[:, :, : self.heads] + mean_q
         key = mixed[:, :, self.heads :] + mean_k
@@ -144,41 +148,6 @@ class ZayaCCA(nn.Module):
             late = late.where((layout.depth > 0).unsqueeze(-1), self._first_delayed(delayed))
         value = torch.cat([self.v_proj_current(h), late], dim=-1)
         return query, key, value.view(batch, length, self.groups, self.head_dim)
-
-    def convolve(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
-        """columns [B, reach + S, C] before the convolutions -> [B, S, H + G, d] after both."""
-        narrow = self._depthwise(columns, depth)  # [B, S + k1 - 1, C]
-        conv, taps = self.conv_qk_grouped, self.conv_qk_grouped.kernel_size[0]
-        batch, length = narrow.shape[0], narrow.shape[1] - taps + 1
-        heads = self.heads + self.groups
-        seen = [narrow[:, j : j + length] for j in range(taps)]
-        if depth is not None:
-            seen = [self._within(x, depth, taps - 1 - j, self.conv_qk_depthwise.bias) for j, x in enumerate(seen)]
-        stacked = torch.stack(seen, dim=2).view(batch, length, taps, heads, self.head_dim)
-        stacked = stacked.permute(3, 0, 1, 2, 4).reshape(heads, batch * length, taps * self.head_dim)
-        weight = conv.weight.view(heads, self.head_dim, self.head_dim, taps).permute(0, 3, 2, 1)
-        weight = weight.reshape(heads, taps * self.head_dim, self.head_dim)
-        out = torch.baddbmm(conv.bias.view(heads, 1, self.head_dim), stacked, weight)
-        return out.view(heads, batch, length, self.head_dim).permute(1, 2, 0, 3)
-
-    def _depthwise(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
-        conv, taps = self.conv_qk_depthwise, self.conv_qk_depthwise.kernel_size[0]
-        length = columns.shape[1] - taps + 1
-        if depth is not None:
-            depth = F.pad(depth, (length - depth.shape[1], 0), value=self.reach)
-        out = conv.bias.float()
-        for j in range(taps):
-            seen = columns[:, j : j + length]
-            if depth is not None:
-                seen = self._within(seen, depth, taps - 1 - j, 0)
-            out = out + seen * conv.weight[:, 0, j].float()
-        return out.to(columns.dtype)
-
-    @staticmethod
-    def _within(seen: torch.Tensor, depth: torch.Tensor, back: int, before: Any) -> torch.Tensor:
-        """`seen` [B, S, C] holds each token's predecessor `back` places before; `before` where that is outside its
-        document."""
-        return seen if back == 0 else torch.where((depth >= back).unsqueeze(-1), seen, before)
 
     def _means(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = q.unflatten(-1, (self.groups, self.heads // self.groups, self.head_dim))
@@ -190,21 +159,6 @@ class ZayaCCA(nn.Module):
         """The delayed value of a document's first token: the projection of zero, [B, 1, G d / 2]."""
         first = like.new_zeros(like.shape[0], 1, like.shape[2])
         return first if self.v_proj_delayed.bias is None else first + self.v_proj_delayed.bias
-
-    def _remember(self, cache, columns: torch.Tensor, delayed: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Keep what the next token reads. Padding at the end is left out, so that it may be read over later."""
-        if real is not None:
-            index = torch.arange(1, real.shape[1] + 1, device=real.device)
-            last = index.where(real, 0).amax(1)  # real tokens' end, 0 where there is none
-            columns = _window(columns, last, self.reach)
-            delayed = _window(delayed, last, 1)
-        write_state(cache, self.layer_idx, columns[:, -self.reach :], delayed)
-
-
-def _window(x: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
-    """x[b, start[b] : start[b] + width] for x [B, n, C]."""
-    index = start[:, None] + torch.arange(width, device=x.device)
-    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 class ZayaQKNorm(nn.Module):
@@ -225,7 +179,7 @@ class ZayaQKNorm(nn.Module):
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """softmax(q k / sqrt(d)) v, written out: query [B, H, S, d], key and value [B, G, K, d] -> [B, S, H, d], weights."""
+    """softmax(q k / sqrt(d)) v: query [B, H, S, d], key and value [B, G, K, d] -> [B, S, H, d] and the weights."""
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -251,9 +205,8 @@ class ZayaAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.qkv_proj = ZayaCCA(config, layer_idx)
         self.qk_norm = ZayaQKNorm(config)
-        self.o_proj = nn.Linear(
-            config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias
-        )
+        heads = config.num_attention_heads * config.head_dim
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=config.attention_bias)
 
     def forward(self, h: torch.Tensor, layout: Layout, rope, cache=None, **kwargs: Any):
         """h [B, S, D] -> output [B, S, D] and attention weights (eager only)."""
@@ -265,18 +218,10 @@ class ZayaAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            layout.attention_mask(self.layer_type),
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **layout.flash,
-            **kwargs,
-        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        options = {"dropout": dropout, "scaling": self.scaling, "sliding_window": self.sliding_window}
+        mask = layout.attention_mask(self.layer_type)
+        out, weights = attend(self, query, key, value, mask, **options, **layout.flash, **kwargs)
         return self.o_proj(out.flatten(2)), weights
 
 
@@ -360,15 +305,8 @@ class ZayaMoE(nn.Module):
         """h [B, S, D], state [T, R] or None -> y [B, S, D] and Routing over the T tokens."""
         flat = h.flatten(0, 1)
         routing = self.gate(flat, state, keep_logits)
-        weights = routing.gate_weights
-        y = moe(
-            flat,
-            self.experts.gate_up_proj,
-            self.experts.down_proj,
-            routing.expert_ids,
-            weights,
-            backend=self.config.kernels,
-        )
+        weights, experts = routing.gate_weights, self.experts
+        y = moe(flat, experts.gate_up_proj, experts.down_proj, routing.expert_ids, weights, self.config.kernels)
         if self.config.skip_semantics == "input":
             skipped = (routing.expert_ids == self.config.num_experts).unsqueeze(1)
             y = torch.where(skipped, (flat * weights.unsqueeze(1)).to(y.dtype), y)
@@ -439,7 +377,7 @@ class ZayaPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initial weights for training: as stock, but temperatures 1, so that attention is not uniform at the start."""
+        """Initial weights for training: stock's, but temperatures of 1, so that attention does not start uniform."""
         super()._init_weights(module)
         if isinstance(module, ZayaResidualScaling):
             init.ones_(module.hidden_states_scale)
@@ -490,10 +428,6 @@ class ZayaModel(ZayaPreTrainedModel):
         use_cache: bool | None = None,
         cache=None,
         cu_seqlens: torch.Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        output_router_logits: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
     ):
         """Last hidden states [B, S, D], and the cache.
@@ -501,26 +435,30 @@ class ZayaModel(ZayaPreTrainedModel):
         input_ids [B, S] or inputs_embeds [B, S, D]; attention_mask [B, past + S], nonzero at real tokens.
         position_ids [B, S]: where they restart, a document of its own begins; cu_seqlens [n + 1] says the same as
         bounds in the B x S tokens laid end to end. `past_key_values` and `cache` are two names of one argument.
+        output_hidden_states, output_attentions, output_router_logits and return_dict are as in transformers.
         """
         cache = past_key_values if cache is None else cache
-        _check_inputs(self.config, input_ids, inputs_embeds, attention_mask, cache)
+        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, cache)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False
         if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        cu_seqlens = kwargs.pop("cu_seq_lens_q", None) if cu_seqlens is None else cu_seqlens
-        for unused in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-            kwargs.pop(unused, None)
+            cache = ZayaCache(self.config)
+        flash = {name: kwargs.pop(name, None) for name in _FLASH_ARGUMENTS}  # of transformers' flattening collator
+        cu_seqlens = flash["cu_seq_lens_q"] if cu_seqlens is None else cu_seqlens
         layout = make_layout(self.config, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, cu_seqlens, cache)
-        want = _wanted(self.config, output_hidden_states, output_attentions, output_router_logits)
+        return_dict, want = kwargs.pop("return_dict", None), self._wanted(kwargs)
         out = self._run_layers(inputs_embeds, layout, position_ids, cache, want, kwargs)
-        out = MoeModelOutputWithPast(**out, **{_CACHE_FIELD: cache if use_cache else None})
+        out = MoeModelOutputWithPast(**out, **{CACHE_FIELD: cache if use_cache else None})
         return out if return_dict is not False else out.to_tuple()
+
+    def _wanted(self, kwargs: dict[str, Any]) -> dict[str, bool]:
+        asked = {name: kwargs.pop(f"output_{name}", None) for name in ("hidden_states", "attentions", "router_logits")}
+        return {k: bool(getattr(self.config, f"output_{k}", False)) if v is None else v for k, v in asked.items()}
 
     def _positions(self, inputs_embeds, cu_seqlens, cache) -> torch.Tensor:
         batch, length = inputs_embeds.shape[:2]
@@ -530,25 +468,14 @@ class ZayaModel(ZayaPreTrainedModel):
         return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
 
     def _run_layers(self, inputs_embeds, layout, position_ids, cache, want, kwargs) -> dict[str, Any]:
-        hidden_states, attentions, router_logits, counts = [], [], [], []
         residual = ((inputs_embeds + self.input_hidden_states_bias) * self.input_hidden_states_scale).float()
         rope = {t: self.rotary_emb(position_ids, t) for t in self.rotary_emb.scaling}
-        state = None
         count = self.training and torch.is_grad_enabled()
-        for layer in self.layers:
+        hidden_states, attentions, router_logits, counts, state = [], [], [], [], None
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states.append(residual)
-            run = layer
-            if self.gradient_checkpointing and self.training:
-                run = lambda *args, layer=layer, **kw: self._gradient_checkpointing_func(layer.__call__, *args, **kw)
-            residual, state, counted, logits, attention = run(
-                residual,
-                state,
-                layout,
-                rope[layer.self_attn.layer_type],
-                cache,
-                count,
-                want["router_logits"],
-                **kwargs,
+            residual, state, counted, logits, attention = self._run(
+                layer, residual, state, layout, rope[layer_type], cache, count, want["router_logits"], **kwargs
             )
             counts.append(counted)
             attentions.append(attention)
@@ -562,6 +489,11 @@ class ZayaModel(ZayaPreTrainedModel):
             "attentions": tuple(attentions) if want["attentions"] else None,
             "router_logits": tuple(router_logits) if want["router_logits"] else None,
         }
+
+    def _run(self, layer, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(partial(layer.__call__, **kwargs), *args)
+        return layer(*args, **kwargs)
 
     def _add_counts(self, counts: torch.Tensor) -> None:
         # not a buffer: DistributedDataParallel would overwrite it with rank 0's at every forward
@@ -579,18 +511,11 @@ class ZayaModel(ZayaPreTrainedModel):
             counts = torch.zeros(shape, dtype=torch.int64, device=self.norm.weight.device)
         return counts
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value
-
-
-class ZayaForCausalLM(ZayaPreTrainedModel, GenerationMixin):
+class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin):
     """ZayaModel with its language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _is_stateful = True
 
     def __init__(self, config: ZayaConfig):
         super().__init__(config)
@@ -610,19 +535,18 @@ class ZayaForCausalLM(ZayaPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         cache=None,
         cu_seqlens: torch.Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        output_router_logits: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: int | torch.Tensor | None = None,
+        skip_logits: bool = False,
         **kwargs: Any,
     ):
         """Logits [B, kept, V], and the loss in nats per token when labels [B, S] are given (-100 is not counted).
 
-        logits_to_keep: the last n positions (0 is all), or an index of positions. num_items_in_batch: divide the summed
-        loss by this instead of by the labels counted here. The rest is as in `ZayaModel.forward`.
+        logits_to_keep: the last n positions (0 is all), or an index of positions. num_items_in_batch: divide the
+        summed loss by this instead of by the labels counted here. skip_logits: with labels, make the loss without
+        storing the logits, which are then None. The rest is as in `ZayaModel.forward`.
         """
+        return_dict = kwargs.pop("return_dict", None)
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -631,68 +555,31 @@ class ZayaForCausalLM(ZayaPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            output_router_logits=output_router_logits,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
+        hidden, logits, loss = out.last_hidden_state[:, kept], None, None
+        if labels is not None and skip_logits:
+            loss = self._loss_without_logits(hidden, labels, num_items_in_batch)
+        else:
+            logits = self.lm_head(hidden)
+        if labels is not None and loss is None:
             loss = self.loss_function(logits, labels, self.vocab_size, num_items_in_batch=num_items_in_batch)
         result = MoeCausalLMOutputWithPast(
-            loss=loss,
+            loss=loss,  # type: ignore[arg-type]
             logits=logits,
             hidden_states=out.hidden_states,
             attentions=out.attentions,
             router_logits=out.router_logits,
-            **{_CACHE_FIELD: out[_CACHE_FIELD] if _CACHE_FIELD in out else None},
+            **{CACHE_FIELD: out.get(CACHE_FIELD)},
         )
         return result if return_dict is not False else result.to_tuple()
+
+    def _loss_without_logits(self, hidden: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
+        targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten().to(hidden.device)
+        total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets, self.lm_head.bias)
+        return total / ((targets != -100).sum() if num_items is None else num_items)
 
     def pop_expert_counts(self) -> torch.Tensor:
         """See `ZayaModel.pop_expert_counts`."""
         return self.model.pop_expert_counts()
-
-    @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache=None, position_ids=None, **kwargs):
-        """Masks by layer type and, under "conv", the padding mask of this call's tokens."""
-        cache = kwargs.get("past_key_values", cache)
-        layout = make_layout(config.get_text_config(), inputs_embeds, attention_mask, None, None, cache)
-        return {**layout.masks, "conv": layout.real}
-
-
-def _wanted(config, hidden_states, attentions, router_logits) -> dict[str, bool]:
-    asked = {"hidden_states": hidden_states, "attentions": attentions, "router_logits": router_logits}
-    return {k: bool(getattr(config, f"output_{k}", False)) if v is None else v for k, v in asked.items()}
-
-
-def _check_inputs(config: ZayaConfig, input_ids, inputs_embeds, attention_mask, cache) -> None:
-    """Raise UserError for inputs that cannot be meant. Values are read only where that costs no synchronisation."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise UserError("give exactly one of input_ids and inputs_embeds")
-    given = input_ids if inputs_embeds is None else inputs_embeds
-    if given.shape[0] == 0 or given.shape[1] == 0:
-        raise UserError(f"the inputs are empty (shape {tuple(given.shape)}); give at least one sequence of one token")
-    past = 0 if cache is None else cache.get_seq_length()
-    if isinstance(past, int) and past + given.shape[1] > config.max_position_embeddings:
-        raise UserError(
-            f"the sequence has {past + given.shape[1]} tokens; max_position_embeddings is {config.max_position_embeddings}"
-        )
-    if torch.compiler.is_compiling():
-        return
-    if input_ids is not None and input_ids.device.type == "cpu":
-        check_ids(input_ids, config.vocab_size)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.device.type == "cpu" and cache is None:
-        if attention_mask.ndim == 2 and not bool(attention_mask.any()):
-            raise UserError("attention_mask is all zero: every token is padding; give at least one real token")
-
-
-def check_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Raise UserError when a token id is outside the vocabulary."""
-    low, high = (int(x) for x in input_ids.aminmax())
-    if low < 0 or high >= vocab_size:
-        raise UserError(
-            f"input_ids holds {low if low < 0 else high}, outside the vocabulary of {vocab_size}; use the model's tokenizer"
-        )

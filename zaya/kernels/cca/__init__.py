@@ -1,0 +1,5 @@
+"""`convolve`: the two causal convolutions of compressed convolutional attention. See reference.py."""
+
+from zaya.kernels.cca.reference import convolve
+
+__all__ = ["convolve"]
