@@ -1,0 +1,175 @@
+"""Score a model folder on a suite, offline, with lm-eval in this process."""
+
+import contextlib
+import datetime
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.quality.suite import Choice, Rendered, Suite, load_suite, render
+from zaya.errors import CheckFailed, UserError
+from zaya.files import sha256_file, sha256_json, stage_dir, write_text
+from zaya.results import Metric, Result, digest, provenance, save
+
+log = logging.getLogger(__name__)
+SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+
+
+def weights_sha256(folder: Path) -> str:
+    """Digest of the weights: of the one safetensors file, or of the list of digests of several."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not (folder / "config.json").is_file() or not files:
+        raise UserError(f"{folder}: not a model folder (no config.json with *.safetensors); `zaya export` makes one")
+    return sha256_file(files[0]) if len(files) == 1 else sha256_json([sha256_file(f) for f in files])
+
+
+def bits_per_byte(nats: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
+    """Bits per byte of documents with negative log-likelihoods `nats` and `sizes` bytes, and its standard error.
+
+    The ratio of the sums. Documents are the sampling unit: the error is that of a ratio estimator (Cochran, Sampling
+    Techniques, 1977, eq. 6.13 without the finite-population term); None for fewer than two documents.
+    """
+    n, total = len(nats), sum(sizes)
+    ratio = sum(nats) / total
+    if n < 2:
+        return ratio / math.log(2), None
+    spread = sum((x - ratio * b) ** 2 for x, b in zip(nats, sizes, strict=True)) / (n - 1)
+    return ratio / math.log(2), math.sqrt(n * spread) / total / math.log(2)
+
+
+def score(
+    folder: Path,
+    suite: str = "demo",
+    backend: str = "hf",
+    out: Path | None = None,
+    name: str | None = None,
+    limit: int | None = None,
+    heldout: Path | None = None,
+    data: Path | None = None,
+    dtype: str = "auto",
+    batch_size: int = 32,
+) -> list[Result]:
+    """Results of `folder` on a suite, one per task; written with every sample into `out` when it is given.
+
+    Raises UserError for an unknown suite, a folder that is not a model, a missing file of held-out text, a tokenizer
+    of another model, a server that is not there; CheckFailed when a check of the evaluation itself fails.
+    """
+    began = datetime.datetime.now(datetime.UTC)
+    chosen = load_suite(suite)
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit}: must be at least 1, or left out")
+    weights = weights_sha256(folder)
+    with _quiet(), tempfile.TemporaryDirectory(prefix="zaya-eval-") as scratch:
+        rendered = render(chosen, Path(scratch), data, heldout, limit)
+        raw, about = _run(folder, backend, dtype, batch_size, rendered)
+    about |= {"suite": chosen.name, "suite_seed": chosen.seed, "shots": 0, "seeds": SEEDS}
+    results = [_result(chosen, rendered, raw, task, about) for task in rendered.counts]
+    made = provenance(began, chosen.seed)
+    for result in results:
+        result.subject, result.subject_sha256, result.provenance = name or folder.name, weights, made
+    if out is not None:
+        inputs = {"weights": weights, "suite": chosen.model_dump(), "items": rendered.digests, **about}
+        with stage_dir(out, "scores", inputs, digest=digest) as stage:
+            for result in results:
+                save(stage, result)
+                lines = (json.dumps(s, ensure_ascii=False) + "\n" for s in _samples(raw, rendered, result.name))
+                write_text(stage / "samples" / f"{result.name}.jsonl", "".join(lines))
+    return results
+
+
+def _run(folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rendered) -> tuple[dict, dict[str, Any]]:
+    """lm-eval's answer, and the settings of the model that gave it."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from eval.quality.backend import build
+
+    lm, about = build(folder, backend, dtype, batch_size, rendered.texts)
+    tasks = TaskManager(include_path=str(rendered.folder), include_defaults=False)
+    raw = lm_eval.simple_evaluate(
+        model=lm, tasks=list(rendered.counts), task_manager=tasks, batch_size=batch_size, use_cache=None, **SEEDS
+    )
+    for task, count in rendered.counts.items():
+        if len(raw["samples"][task]) != count:
+            raise CheckFailed(f"{folder}: task {task}: {len(raw['samples'][task])} of {count} items came back")
+    return raw, about | {"truncated_requests": lm.truncated}
+
+
+def _samples(raw: dict, rendered: Rendered, task: str) -> list[dict[str, Any]]:
+    """One row per item: what identifies it, and what the model did. Rows of the same item pair two models."""
+    keep = ("doc_id", "doc_hash", "prompt_hash", "target_hash", "target")
+    rows = []
+    for s in sorted(raw["samples"][task], key=lambda s: s["doc_id"]):
+        row = {"item": s["doc"]["item"], **{k: s[k] for k in keep}}
+        if task in rendered.texts:
+            nats, size = s["bits_per_byte"]
+            row = {k: v for k, v in row.items() if k != "target"} | {"nats": -nats, "bytes": size}
+        else:
+            row |= {"log_likelihoods": [float(r[0]) for r in s["filtered_resps"]]}
+            row |= {m: s[m] for m in ("acc", "acc_norm")}
+        rows.append(row)
+    return rows
+
+
+def _result(suite: Suite, rendered: Rendered, raw: dict, task: str, about: dict[str, Any]) -> Result:
+    samples = _samples(raw, rendered, task)
+    settings = about | {"items_sha256": rendered.digests[task], "task_version": raw["versions"][task]}
+    if task in rendered.texts:
+        metrics = _text_metrics(samples)
+        settings |= rendered.texts[task].model_dump() | {"protocol": "bits per byte", "primary": "bits_per_byte"}
+    else:
+        choice = next(c for c in suite.choices if c.name == task)
+        metrics = _choice_metrics(raw["results"][task], samples)
+        settings |= _choice_settings(choice)
+    blank = {"kind": "quality", "subject": "", "subject_sha256": None}
+    return Result(name=task, metrics=metrics, settings=settings, **blank)
+
+
+def _choice_settings(choice: Choice) -> dict[str, Any]:
+    form = "cloze: log-likelihood of each answer's whole text"
+    return {"protocol": form, "primary": choice.primary, "task_file": choice.include, "data": choice.data}
+
+
+def _choice_metrics(result: dict[str, Any], samples: list[dict[str, Any]]) -> list[Metric]:
+    n = len(samples)
+    metrics = []
+    for name in ("acc", "acc_norm"):
+        error = result[f"{name}_stderr,none"]
+        error = error if isinstance(error, float) and math.isfinite(error) else None
+        value = float(result[f"{name},none"])
+        metrics.append(Metric(name=name, value=value, unit="fraction", stderr=error, n=n, higher_is_better=True))
+    chance = sum(1 / len(s["log_likelihoods"]) for s in samples) / n
+    return [*metrics, Metric(name="chance", value=chance, unit="fraction", n=n)]
+
+
+def _text_metrics(samples: list[dict[str, Any]]) -> list[Metric]:
+    n, size = len(samples), sum(s["bytes"] for s in samples)
+    value, error = bits_per_byte([s["nats"] for s in samples], [s["bytes"] for s in samples])
+    return [
+        Metric(name="bits_per_byte", value=value, unit="bit/byte", stderr=error, n=n, higher_is_better=False),
+        Metric(name="bytes", value=size, unit="byte", n=n),
+    ]
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Offline, with lm-eval's own output on standard error and its bars only on a terminal."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is first imported
+    try:
+        import datasets
+        import lm_eval  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise UserError(f"scoring needs the package {e.name}, which is not installed; pip install 'zaya[eval]'") from e
+    for noisy in ("lm_eval", "lm-eval", "datasets", "transformers"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    with contextlib.redirect_stdout(sys.stderr):
+        yield

@@ -1,0 +1,171 @@
+"""What a release left on disk, read for the page. What is not there is None or empty, never made up."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zaya.errors import UserError
+from zaya.files import read_json, read_manifest
+from zaya.results import Kind, Metric, Provenance, Result, load
+
+CONTROL = "random"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A result with its place in the list of sources and its path as shown."""
+
+    number: int
+    path: str
+    result: Result
+
+    def metric(self, name: str) -> Metric | None:
+        """The metric of that name, or None."""
+        return next((m for m in self.result.metrics if m.name == name), None)
+
+    def value(self, name: str) -> float | None:
+        """Its value, or None."""
+        found = self.metric(name)
+        return None if found is None else found.value
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its description, its log and the number of its entry in the list of sources."""
+
+    number: int
+    name: str
+    about: dict[str, Any]
+    log: list[dict[str, Any]]
+    speed: list[dict[str, Any]]
+    finished: bool
+    provenance: Provenance | None
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is the model that the release is about."""
+        return self.about.get("arm") == "zaya"
+
+    def column(self, key: str) -> tuple[list[float], list[Any]]:
+        """(tokens, values) of every line of the log that holds `key`."""
+        lines = [(line["tokens"], line[key]) for line in self.log if key in line]
+        return [t for t, _ in lines], [v for _, v in lines]
+
+    def last(self, key: str) -> Any:
+        """The newest value of `key`, or None."""
+        return next((line[key] for line in reversed(self.log) if key in line), None)
+
+
+@dataclass
+class Release:
+    """Everything that the page shows."""
+
+    folder: Path
+    found: list[Found] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    dataset: dict[str, Any] | None = None
+    dataset_number: int = 0
+    samples: dict[tuple[str, str], dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> str | None:
+        """Name of the model that the release is about: of our run, else of what was verified or scored first."""
+        named = [r.name for r in self.runs if r.ours] + [f.result.subject for f in self.of("verify")]
+        scored = [f.result.subject for f in self.of("quality") if f.result.subject != CONTROL]
+        return next(iter(named + scored), None)
+
+    @property
+    def subjects(self) -> list[str]:
+        """Models in the page's order: ours, the others by name, the untrained control last."""
+        every = {f.result.subject for f in self.of("quality", "latency")} | {r.name for r in self.runs}
+        return sorted(every, key=lambda s: (s != self.ours, s == CONTROL, s))
+
+    @property
+    def baseline(self) -> str | None:
+        """The first model that is neither ours nor the control."""
+        return next((s for s in self.subjects if s not in (self.ours, CONTROL)), None)
+
+    def style(self, subject: str) -> int:
+        """0 ours, 1 others, 2 the control: colour and mark."""
+        return 0 if subject == self.ours else 2 if subject == CONTROL else 1
+
+    def of(self, *kinds: Kind) -> list[Found]:
+        """Results of these kinds."""
+        return [f for f in self.found if f.result.kind in kinds]
+
+    def run(self, name: str | None) -> Run | None:
+        """The training run of that name, or None."""
+        return next((r for r in self.runs if r.name == name), None)
+
+    def scores(self) -> dict[str, dict[str, Found]]:
+        """Quality results by task, then by subject."""
+        by_task: dict[str, dict[str, Found]] = {}
+        for f in self.of("quality"):
+            by_task.setdefault(f.result.name, {})[f.result.subject] = f
+        return by_task
+
+
+def collect(folders: list[Path]) -> Release:
+    """Read a release folder, and results of other models from further folders.
+
+    Raises UserError for a folder that is missing or empty, a file that does not fit its schema, and two results of
+    one measurement of one model.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder of results; `zaya release` makes one")
+    release = Release(folders[0])
+    number = iter(range(1, 10_000))
+    for folder in folders:
+        _read_training(folder, release, number)
+        _read_results(folder, release, number)
+    if not release.found and not release.runs:
+        raise UserError(f"{folders[0]}: no results in it; run `zaya release`, `zaya eval` or `zaya latency` first")
+    return release
+
+
+def _read_results(folder: Path, release: Release, number) -> None:
+    seen = {(f.result.kind, f.result.subject, f.result.name, str(f.result.settings)) for f in release.found}
+    hidden = lambda p: any(part.startswith(".") or part == "train" for part in p.relative_to(folder).parts)
+    for path in sorted(p for p in folder.rglob("*--*.json") if not hidden(p)):
+        result = load(path)
+        key = (result.kind, result.subject, result.name, str(result.settings))
+        if key in seen:
+            raise UserError(f"{path}: a second result of {result.subject} on {result.name}; remove one of the two")
+        seen.add(key)
+        release.found.append(Found(next(number), path.relative_to(folder).as_posix(), result))
+        samples = path.parent / "samples" / f"{result.name}.jsonl"
+        if result.kind == "quality" and samples.is_file():
+            rows = _json_lines(samples)
+            release.samples[result.subject, result.name] = {r["doc_hash"] + str(r["item"]): r for r in rows}
+
+
+def _read_training(folder: Path, release: Release, number) -> None:
+    if release.dataset is None and (folder / "data" / "dataset.json").is_file():
+        release.dataset = read_json(folder / "data" / "dataset.json", "dataset summary")
+        release.dataset_number = next(number)
+    for path in sorted((folder / "train").glob("*/run.json")):
+        run = path.parent
+        made = run / "provenance.json"
+        release.runs.append(
+            Run(
+                number=next(number),
+                name=run.name,
+                about=read_json(path, "run description"),
+                log=_json_lines(run / "log.jsonl"),
+                speed=_json_lines(run / "speed.jsonl"),
+                finished=read_manifest(run) is not None,
+                provenance=Provenance.model_validate(read_json(made)) if made.is_file() else None,
+            )
+        )
+    release.runs.sort(key=lambda r: not r.ours)
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except json.JSONDecodeError:
+        raise UserError(f"{path}: not JSON lines; make it again") from None
