@@ -283,13 +283,18 @@ class ZayaRouter(nn.Module):
 
 
 class ZayaExperts(nn.Module):
-    """Holds E SwiGLU experts; `zaya.kernels.moe` applies them."""
+    """E SwiGLU experts: weight * W_down (silu(W_gate h) * W_up h)."""
 
     def __init__(self, config: ZayaConfig):
         super().__init__()
+        self.config = config
         experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+
+    def forward(self, h: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """h [T, D], expert_ids [T] in 0..E, weights [T] -> [T, D]; zero where the id is E."""
+        return moe(h, self.gate_up_proj, self.down_proj, expert_ids, weights, backend=self.config.kernels)
 
 
 class ZayaMoE(nn.Module):
@@ -305,11 +310,10 @@ class ZayaMoE(nn.Module):
         """h [B, S, D], state [T, R] or None -> y [B, S, D] and Routing over the T tokens."""
         flat = h.flatten(0, 1)
         routing = self.gate(flat, state, keep_logits)
-        weights, experts = routing.gate_weights, self.experts
-        y = moe(flat, experts.gate_up_proj, experts.down_proj, routing.expert_ids, weights, self.config.kernels)
+        y = self.experts(flat, routing.expert_ids, routing.gate_weights)
         if self.config.skip_semantics == "input":
             skipped = (routing.expert_ids == self.config.num_experts).unsqueeze(1)
-            y = torch.where(skipped, (flat * weights.unsqueeze(1)).to(y.dtype), y)
+            y = torch.where(skipped, (flat * routing.gate_weights.unsqueeze(1)).to(y.dtype), y)
         return y.view_as(h), routing
 
 
