@@ -39,12 +39,15 @@ def bench(recipe: Recipe, data: Path, out: Path) -> dict[str, Any]:
     speeds = {who: [t["tokens"] / t["seconds"] for t in done] for who, done in turns.items()}
     whole = {who: sum(t["tokens"] for t in d) / sum(t["seconds"] for t in d) for who, d in turns.items()}
     ratio = whole["ours"] / whole["rival"]
-    _write(recipe, out, began, speeds, whole, ratio)
+    per_cpu = {who: sum(t["tokens"] for t in d) / sum(t["cpu_seconds"] for t in d) for who, d in turns.items()}
+    cpu_ratio = per_cpu["ours"] / per_cpu["rival"]
+    _write(recipe, out, began, speeds, whole, ratio, cpu_ratio)
     return {
         "out": str(out),
         "ours_tokens_per_s": whole["ours"],
         "rival_tokens_per_s": whole["rival"],
         "ratio": ratio,
+        "ratio_per_cpu_second": cpu_ratio,
         "turns": speeds,
     }
 
@@ -84,13 +87,14 @@ def _answer(child: subprocess.Popen) -> str:
     return answer
 
 
-def _write(recipe: Recipe, out: Path, began, speeds, whole, ratio: float) -> None:
+def _write(recipe: Recipe, out: Path, began, speeds, whole, ratio: float, cpu_ratio: float) -> None:
     from zaya.results import Metric, Result, provenance, save
 
     metrics = [
         Metric(name="ours_tokens_per_s", value=whole["ours"], unit="tokens/s", n=TURNS, higher_is_better=True),
         Metric(name="rival_tokens_per_s", value=whole["rival"], unit="tokens/s", n=TURNS, higher_is_better=True),
         Metric(name="ratio", value=ratio, unit="ratio", n=TURNS, higher_is_better=True),
+        Metric(name="ratio_per_cpu_second", value=cpu_ratio, unit="ratio", n=TURNS, higher_is_better=True),
     ]
     settings = {
         "rival": "a plain loop over transformers' class with torch.optim.Muon and AdamW, one process",
@@ -123,43 +127,46 @@ def worker(who: str, data: Path, recipe: Recipe) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     first = os.environ["RANK"] == "0"
-    step, share = (_ours if who == "ours" else _rival)(recipe, data)
+    step, share, add = (_ours if who == "ours" else _rival)(recipe, data)
     for _ in range(WARMUP_STEPS):
         step()
     answer: Any = "ready"
     while True:
         if first:
             os.write(answers, (json.dumps(answer) + "\n").encode())
-        seconds = share(sys.stdin.readline() if first else None)
-        if not seconds:
+        turn = share(sys.stdin.readline() if first else None)
+        if not turn:
             return
-        steps, began = 0, time.perf_counter()
-        while share(time.perf_counter() - began < float(seconds)):
+        steps, began, computed = 0, time.perf_counter(), time.process_time()
+        while share(time.perf_counter() - began < float(turn)):
             step()
             steps += 1
         tokens = steps * recipe.train.batch_sequences * recipe.train.sequence_length
-        answer = {"tokens": tokens, "seconds": time.perf_counter() - began}
+        seconds, computed = time.perf_counter() - began, add(time.process_time() - computed)
+        answer = {"tokens": tokens, "seconds": seconds, "cpu_seconds": computed}
 
 
-def _ours(recipe: Recipe, data: Path) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Our step, and how rank 0 tells the others a value."""
+def _ours(recipe: Recipe, data: Path) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[float], float]]:
+    """Our step, how rank 0 tells the others a value, and the sum of a value over the ranks."""
+    import torch
+
     from training.run import make_trainer, start
 
     accelerator, group = start(recipe)
     trainer = make_trainer(recipe, "zaya", data, accelerator, group)
     trainer.start()
-    return trainer.advance, group.share
+    return trainer.advance, group.share, lambda value: float(group.sum_(torch.tensor(value, dtype=torch.float64)))
 
 
-def _rival(recipe: Recipe, data: Path) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """The plain loop's step."""
+def _rival(recipe: Recipe, data: Path) -> tuple[Callable[[], Any], Callable[[Any], Any], Callable[[float], float]]:
+    """The plain loop's step, on one process."""
     import torch
 
     from training.rival import Rival
     from zaya.shards import TokenShards
 
     torch.set_num_threads(recipe.train.ranks * recipe.train.threads_per_rank)
-    return Rival(recipe, TokenShards(data, "train")).train_step, lambda value: value
+    return Rival(recipe, TokenShards(data, "train")).train_step, lambda value: value, lambda value: value
 
 
 if __name__ == "__main__":

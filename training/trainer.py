@@ -5,24 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 
 from training.callbacks.base import Callback
 from training.checkpoint.reader import Checkpoint
 from training.data.loader import Loader
+from training.loss import IGNORE, LossModel
 from training.optim.schedule import factor
 from training.optim.zero1 import Zero1
 from training.parallel.group import Group
 from training.recipe import Train
-
-IGNORE = -100  # a target that does not count
-
-
-def loss_sum(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats, summed over the targets that count. inputs, targets: int64 [B, S]."""
-    logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 class Trainer:
@@ -45,12 +37,11 @@ class Trainer:
         self.device = accelerator.device
         self.bare_model = model.to(self.device)
         self.optimizer = Zero1(self.bare_model, settings, group)
-        self.model = accelerator.prepare(self.bare_model)
+        self.loss_model = LossModel(self.bare_model)
+        self.model = accelerator.prepare(self.loss_model)
         self.callbacks = list(callbacks)
         self.step = self.tokens = 0
         self.record: dict[str, Any] = {}
-
-    loss_sum = staticmethod(loss_sum)
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,10 +77,10 @@ class Trainer:
         parts = list(zip(inputs.split(self._micro), targets.split(self._micro), strict=True))
         for i, (x, y) in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else self.accelerator.no_sync(self.model):
-                loss = self.loss_sum(self.model, x, y)
+                loss = self.model(x, y)
                 # DDP averages over ranks; the sum over the batch divided by its valid tokens is wanted
                 self.accelerator.backward(loss * (self.group.size / valid))
-            total += loss.detach().double()
+            total += loss.detach()
         grad_norm = self.optimizer.step(rate)
         self.step += 1
         self.tokens += self.tokens_per_step

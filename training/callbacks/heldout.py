@@ -27,13 +27,13 @@ class HeldoutCallback(Callback):
     @torch.no_grad()
     def loss(self, trainer) -> float:
         """Mean cross-entropy, nats per token, each rank scoring its part."""
-        model, group = trainer.bare_model, trainer.group
+        model, group = trainer.loss_model, trainer.group
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
         inputs, targets = self.inputs[group.rank :: group.size], self.targets[group.rank :: group.size]
         for x, y in zip(inputs.split(self.batch), targets.split(self.batch), strict=True):
-            total[0] += trainer.loss_sum(model, x.to(trainer.device), y.to(trainer.device)).double()
+            total[0] += model(x.to(trainer.device), y.to(trainer.device))
             total[1] += y.numel()
         model.train(was_training)
         group.sum_(total)
