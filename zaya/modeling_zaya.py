@@ -30,7 +30,7 @@ from zaya.inputs import check_inputs
 from zaya.kernels.cca import convolve
 from zaya.kernels.linear_cross_entropy import linear_cross_entropy
 from zaya.kernels.moe import moe
-from zaya.kernels.router import router
+from zaya.kernels.router import router, router_from_hidden
 from zaya.masking import Layout, depth_from_cu_seqlens, make_layout
 
 _FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -257,20 +257,17 @@ class ZayaRouter(nn.Module):
 
     def forward(self, h: torch.Tensor, state: torch.Tensor | None, keep_logits: bool = False):
         """h [T, D] and the layer before's state [T, R] -> Routing."""
-        mlp = self.router_mlp
-        return router(
-            self.down_proj(h),
-            state,
-            self.router_states_scale,
+        mlp, backend = self.router_mlp, self.config.kernels
+        weights = (
             mlp.norm.weight,
             (mlp.fc1.weight, mlp.fc1.bias),
             (mlp.fc2.weight, mlp.fc2.bias),
             mlp.out_proj.weight,
-            self.balancing_biases,
-            mlp.norm.eps,
-            backend=self.config.kernels,
-            keep_logits=keep_logits,
         )
+        rest = (self.router_states_scale, *weights, self.balancing_biases, mlp.norm.eps)
+        if keep_logits or torch.is_grad_enabled() or type(self.down_proj) is not nn.Linear:
+            return router(self.down_proj(h), state, *rest, backend=backend, keep_logits=keep_logits)
+        return router_from_hidden(h, self.down_proj.weight, self.down_proj.bias, state, *rest, backend=backend)
 
     def _apply(self, fn, recurse=True):
         # biases in bf16 choose other experts: they stay in fp32 through .bfloat16(), .half() and .to(dtype)
@@ -352,11 +349,14 @@ class ZayaDecoderLayer(nn.Module):
         residual = self.post_attention_residual_scale(a, residual)
         m, routing = self.mlp(self.post_attention_layernorm(residual), state, keep_logits)
         residual = self.post_mlp_residual_scale(m, residual)
-        counts = self._count(routing.expert_ids, layout.real) if count else None
+        counts = self._count(routing, layout.real) if count else None
         return residual, routing.state, counts, routing.logits if keep_logits else None, attention
 
     @torch.no_grad()
-    def _count(self, expert_ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    def _count(self, routing, real: torch.Tensor | None) -> torch.Tensor:
+        if real is None and routing.counts is not None:
+            return routing.counts.long()
+        expert_ids = routing.expert_ids
         chosen = expert_ids.unsqueeze(1) == torch.arange(self.num_classes, device=expert_ids.device)
         if real is not None:
             chosen = chosen & real.reshape(-1, 1)
