@@ -15,6 +15,8 @@ _HOME = {
     "ZayaModel": "zaya.modeling_zaya",
     "ZayaForCausalLM": "zaya.modeling_zaya",
     "ZayaCache": "zaya.cache",
+    "BalanceCallback": "zaya.balancing",
+    "pin_skip_bias": "zaya.balancing",
     "ZayaPreTrainedModel": "zaya.modeling_zaya",
 }
 __all__ = ["__version__", *_HOME]
