@@ -20,6 +20,7 @@ class Series:
     style: int
     points: bool = False
     faint: bool = False
+    opacity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def legend(names: Sequence[tuple[str, int]], lines: bool = False) -> Markup:
     return tag("ul", items, class_="legend")
 
 
-def both(draw: Callable[[float], Markup], wide: float = 760, narrow: float = 350) -> Markup:
+def both(draw: Callable[[float], Markup], wide: float = 1050, narrow: float = 325) -> Markup:
     """The same chart drawn for a wide and for a narrow screen; the style sheet shows one."""
     return tag("div", tag("div", draw(wide), class_="wide"), tag("div", draw(narrow), class_="narrow"))
 
@@ -105,7 +106,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     height: float = 300,
 ) -> Markup:
-    """Lines over a shared x axis; `levels` are labelled horizontal lines, y_label stands above the axis."""
+    """Lines over a shared x axis; `levels` are labelled horizontal lines. What is outside `y_range` is cut."""
     left, right, top, bottom = 46.0, 14.0, 26.0, 40.0
     xs = [x for s in series for x in s.x]
     ys = [y for s in series for y in s.y] + [v for _, v in levels]
@@ -121,8 +122,16 @@ def line_chart(
     for name, value in levels:
         parts.append(tag("line", x1=left, x2=width - right, y1=py(value), y2=py(value), class_="level"))
         parts.append(tag("text", f"{name} {value:.2f}", x=width - right, y=py(value) - 5, class_="level-label end"))
-    parts += [_curve(s, px, py) for s in series]
+    parts.append(
+        _clipped([_curve(s, px, py) for s in series], left - 8, top - 6, width - left + 8, height - bottom - top + 14)
+    )
     return svg(width, height, label, parts)
+
+
+def _clipped(parts: list[Markup], x: float, y: float, width: float, height: float) -> Markup:
+    """What of `parts` lies in the box."""
+    box = f"{x:g} {y:g} {width:g} {height:g}"
+    return tag("svg", parts, x=x, y=y, width=width, height=height, viewBox=box, style="overflow:hidden")
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
@@ -141,7 +150,7 @@ def _grid_y(low: float, high: float, py, x0: float, x1: float) -> list[Markup]:
 def _curve(s: Series, px, py) -> Markup:
     points = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in zip(s.x, s.y, strict=True))
     css = f"s{s.style} curve" + (" faint" if s.faint else "")
-    parts = [tag("polyline", points=points, class_=css)]
+    parts = [tag("polyline", points=points, class_=css, stroke_opacity=s.opacity)]
     if s.points:
         parts += [
             mark(px(x), py(y), s.style, 3.6, f"{s.name}: {y:.4g} at {x:g}") for x, y in zip(s.x, s.y, strict=True)
@@ -157,7 +166,7 @@ def interval_chart(
     width: float = 350,
 ) -> Markup:
     """A dot and its interval per row over one horizontal axis; `level` is a labelled vertical line."""
-    left, right, step, top = 14.0, 14.0, 40.0, 26.0 if level else 8.0
+    left, right, step, top = 14.0, 14.0, 42.0, 26.0 if level else 8.0
     values = [v for r in rows for v in (r.low, r.value, r.high) if v is not None] + ([level[1]] if level else [])
     low, high = _padded(min(values), max(values))
     px = lambda v: left + (v - low) / (high - low) * (width - left - right)
@@ -171,12 +180,12 @@ def interval_chart(
         side = "end" if px(level[1]) > width * 0.75 else "middle" if px(level[1]) > width * 0.2 else ""
         parts.append(tag("text", level[0], x=px(level[1]), y=top - 12, class_=f"level-label {side}"))
     for i, r in enumerate(rows):
-        parts.append(_interval_row(r, px, top + i * step + 27, width))
+        parts.append(_interval_row(r, px, top + i * step + 28, width))
     return svg(width, foot + 22, label, parts)
 
 
 def _interval_row(r: Interval, px, y: float, width: float) -> Markup:
-    parts = [tag("text", r.name, x=2, y=y - 11, class_="row-label")]
+    parts = [tag("text", r.name, x=0, y=y - 11, class_="row-label")]
     if r.low is not None and r.high is not None:
         parts.append(tag("line", x1=px(r.low), x2=px(r.high), y1=y, y2=y, class_=f"s{r.style} whisker"))
     parts.append(mark(px(r.value), y, r.style, 5.5, f"{r.name}: {r.value:.4g}"))
@@ -193,7 +202,7 @@ def bar_chart(bars: Sequence[Bar], label: str, show: Format, width: float = 350)
         if b.group != group:
             group, y = b.group, y + (6 if group is not None else 0)
             parts.append(tag("text", group, x=0, y=y + 13, class_="group-label"))
-            y += 18
+            y += 18 if group else 0
         parts.append(tag("text", b.name, x=0, y=y + 11, class_="row-label"))
         parts.append(tag("rect", x=0, y=y + 16, width=max(1.0, b.value * scale), height=11, class_=f"s{b.style} bar"))
         end = b.value * scale

@@ -65,6 +65,11 @@ def p_text(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
+def signed(value: float) -> str:
+    """A difference with its sign, three decimals."""
+    return f"{value:+.3f}".replace("-", "−")
+
+
 def _stock(release: Release) -> Check:
     title, section = "Loads in stock transformers, same numbers", "verification"
     for f in release.of("verify"):
@@ -129,7 +134,7 @@ def _against(release: Release, other: str | None, title: str, even: State) -> Ch
         return Check(title, "missing", "not measured", section)
     better = d.value < 0
     says = f"{abs(d.value):.3f} bits per byte {'below' if better else 'above'} {other} on the same {d.n} documents"
-    says += f" (95 % from {d.low:+.3f} to {d.high:+.3f}, {p_text(d.p)})"
+    says += f" (95 % from {signed(d.low)} to {signed(d.high)}, {p_text(d.p)})"
     state: State = even if d.p >= LEVEL else "pass" if better else "fail"
     by = release.scores()[task]
     return Check(title, state, says, section, (by[release.ours].number, by[other].number))

@@ -99,11 +99,12 @@ class Release:
         return next((r for r in self.runs if r.name == name), None)
 
     def scores(self) -> dict[str, dict[str, Found]]:
-        """Quality results by task, then by subject."""
+        """Quality results by task, held-out text last, then by subject."""
         by_task: dict[str, dict[str, Found]] = {}
         for f in self.of("quality"):
             by_task.setdefault(f.result.name, {})[f.result.subject] = f
-        return by_task
+        text = lambda task: any(f.metric("bits_per_byte") for f in by_task[task].values())
+        return {task: by_task[task] for task in sorted(by_task, key=lambda t: (text(t), t))}
 
 
 def collect(folders: list[Path]) -> Release:

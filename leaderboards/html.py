@@ -23,7 +23,7 @@ def text(value: Any) -> Markup:
     return Markup(html.escape(str(value), quote=True))
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """An element. Attribute names: a trailing underscore is dropped, others become dashes; None leaves one out."""
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(_attribute(value), quote=True)}"'
