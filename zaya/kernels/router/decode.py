@@ -10,16 +10,7 @@ first kernel, so no state outlives a call and any number of streams may run.
 import triton
 import triton.language as tl
 
-from zaya.kernels.router.triton import (
-    _choose,
-    _dot,
-    _first_layer,
-    _gelu,
-    _normalise,
-    _probabilities,
-    _second_layer,
-    _vector,
-)
+from zaya.kernels.router.triton import _choose, _dot, _gelu, _normalise, _softmax, _vector
 
 
 @triton.jit
@@ -36,7 +27,10 @@ def router_project_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # the second kernel may start, read its weights, and wait for the end
     split = tl.program_id(1)
     t = tl.program_id(2).to(tl.int64) * BT + tl.arange(0, BT)
     ok = t < T
@@ -81,6 +75,7 @@ def router_decode_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     HAS_PREV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     SLICES: tl.constexpr = R // BC
     slice_id = tl.program_id(0)
@@ -88,31 +83,41 @@ def router_decode_kernel(
     t = tl.program_id(1).to(tl.int64) * BT + row
     ok = t < T
     k = tl.arange(0, R)
+    e = tl.arange(0, C_PAD)
+    c = tl.arange(0, BC)
     dtype = state_ptr.dtype.element_ty
-    u = tl.zeros((BT, R), tl.float32) + _vector(bias_ptr, k)
-    for i in range(SPLITS):
-        u += tl.load(parts_ptr + i * T * R + (t[:, None] * R + k[None, :]), mask=ok[:, None], other=0.0)
-    state = u.to(dtype).to(tl.float32)
+    # Weights first: they do not wait for the first kernel. Scalar offsets apart, for ROCm's buffer loads.
+    first = slice_id * BC
+    w1 = tl.load(w1_ptr + first * R + (c[None, :] * R + k[:, None])).to(dtype)
+    w2 = tl.load(w2_ptr + first + (k[None, :] * R + c[:, None])).to(dtype)
+    w3 = tl.load(w3_ptr + (e[None, :] * R + k[:, None]), mask=e[None, :] < C, other=0.0).to(dtype)
+    b1, b2, norm, bias = _vector(b1_ptr + first, c), _vector(b2_ptr, k), _vector(norm_ptr, k), _vector(bias_ptr, k)
+    balance = tl.load(balance_ptr + e, mask=e < C, other=0.0)
+    eda = tl.zeros((BT, R), tl.float32)
     if HAS_PREV:
-        prev = tl.load(prev_ptr + t[:, None] * stride_prev + k[None, :], mask=ok[:, None], other=0.0)
-        state += prev.to(tl.float32) * _vector(scale_ptr, k)
-    state = state.to(dtype)
+        eda = tl.load(prev_ptr + t[:, None] * stride_prev + k[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
+        eda *= _vector(scale_ptr, k)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    u = tl.zeros((BT, R), tl.float32) + bias
+    for i in tl.static_range(SPLITS):
+        u += tl.load(parts_ptr + i * T * R + (t[:, None] * R + k[None, :]), mask=ok[:, None], other=0.0)
+    state = (u.to(dtype).to(tl.float32) + eda).to(dtype)
     tl.store(state_ptr + t[:, None] * R + k[None, :], state, mask=ok[:, None] & (slice_id == 0))
-    h = (_normalise(state.to(tl.float32), eps, R)[0] * _vector(norm_ptr, k)).to(dtype)
-    c0 = slice_id * BC  # in the scalar part of each address: ROCm's buffer loads want small offsets beside it
-    cc = tl.arange(0, BC)
-    g1 = _gelu(_first_layer(h, w1_ptr + c0 * R, b1_ptr + c0, cc, R, BC, BT)).to(dtype)
-    share = _second_layer(tl.zeros((BT, R), tl.float32), g1, w2_ptr + c0, cc, R)
+    h = (_normalise(state.to(tl.float32), eps, R)[0] * norm).to(dtype)
+    g1 = _gelu(_dot(h, w1, tl.zeros((BT, BC), tl.float32)) + b1).to(dtype)
+    share = _dot(g1, w2, tl.zeros((BT, R), tl.float32))
     block = slices_ptr + tl.program_id(1).to(tl.int64) * (SLICES * BT * R)
     cell = row[:, None] * R + k[None, :]
     tl.store(block + slice_id * (BT * R) + cell, share)
     tl.debug_barrier()  # every thread's part is stored before one thread says so
     done = tl.atomic_add(ticket_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
     if done == SLICES - 1:
-        acc = tl.zeros((BT, R), tl.float32) + _vector(b2_ptr, k)
-        for i in range(SLICES):
-            acc += tl.load(block + i * (BT * R) + cell, cache_modifier=".cg")
-        p = _probabilities(_gelu(acc).to(dtype), w3_ptr, BT, R, C, C_PAD)
-        pick, weight = _choose(p, balance_ptr, C, C_PAD)
+        acc = tl.zeros((BT, R), tl.float32)
+        for j in tl.range(0, SLICES, num_stages=4):  # unrolled, it spills: the compiler stages loads of a loop itself
+            acc += tl.load(block + j * (BT * R) + cell, cache_modifier=".cg")
+        acc += b2
+        p = _softmax(_dot(_gelu(acc).to(dtype), w3, tl.zeros((BT, C_PAD), tl.float32)), C, C_PAD)
+        pick, weight = _choose(p, balance, C, C_PAD)
         tl.store(ids_ptr + t, pick.to(tl.int64), mask=ok)
         tl.store(weights_ptr + t, weight, mask=ok)

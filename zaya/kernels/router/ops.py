@@ -9,6 +9,8 @@ from zaya.kernels.router import triton as kernels
 from zaya.kernels.router.tiles import DECODE_TOKENS, router_tile
 
 BACKEND = "hip" if torch.version.hip else "cuda"
+# Programmatic dependent launch: the second decode kernel starts early and waits inside. CUDA has it, ROCm does not.
+PDL = BACKEND == "cuda" and not kernels.INTERPRET.value
 
 
 def unsupported(u: Tensor, out_weight: Tensor) -> str | None:
@@ -181,7 +183,7 @@ def router_backward_op(
             **inner.options,
         )
         matrices = _weight_gradients(grads, acts, classes, width, w1.dtype)
-        vectors = _add(sums, (4 if prev_state is not None else 3) * width, (4, width), b1.dtype)
+        vectors = _add("add_vectors", sums, (4 if prev_state is not None else 3) * width, (4, width), b1.dtype)
     return du, dprev, matrices, vectors
 
 
@@ -198,15 +200,17 @@ def _weight_gradients(grads: Tensor, acts: Tensor, classes: int, width: int, dty
     kernels.router_dw_kernel[grid](
         grads, acts, parts, tokens, span, R=width, C_PAD=rows - 2 * width, **tile.blocks, **tile.options
     )
-    return _add(parts.view(splits, -1), (2 * width + classes) * width, (2 * width + classes, width), dtype)
+    return _add(
+        "add_matrices", parts.view(splits, -1), (2 * width + classes) * width, (2 * width + classes, width), dtype
+    )
 
 
-def _add(parts: Tensor, count: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The first `count` columns of parts [n, …] fp32 added over n, in order, in the leading entries of `shape`."""
+def _add(kernel: str, parts: Tensor, count: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The first `count` columns of parts [n, …] fp32 added over n, always in one order, as the first of `shape`."""
     out = parts.new_empty(shape, dtype=dtype)
-    tile = router_tile("add", BACKEND, count, 0)
+    tile = router_tile(kernel, BACKEND, count, 0)
     grid = (-(-count // tile.blocks["BN"]),)
-    kernels.router_add_kernel[grid](parts, out, count, parts.stride(0), parts.shape[0], **tile.blocks, **tile.options)
+    kernels.router_add_kernel[grid](parts, out, parts.shape[0], count, parts.stride(0), **tile.blocks, **tile.options)
     return out
 
 
@@ -285,6 +289,7 @@ def router_decode_op(
             x.stride(0),
             R=width,
             SPLITS=first.splits,
+            PDL=PDL,
             **first.blocks,
             **first.options,
         )
@@ -308,6 +313,7 @@ def router_decode_op(
             C_PAD=_padded(classes),
             SPLITS=first.splits,
             HAS_PREV=prev is not None,
+            PDL=PDL,
             **second.blocks,
             **second.options,
         )
