@@ -148,7 +148,7 @@ class Muon(Section):
     ns_steps: Annotated[int, Field(ge=1, le=20, strict=True)] = 5
     """Newton-Schulz iterations."""
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the Newton-Schulz products. bfloat16, as torch has it; float32 suits processors without bfloat16."""
+    """Precision of the Newton-Schulz products: bfloat16 as in torch, or float32 for processors without it."""
 
 
 class AdamW(Section):

@@ -74,7 +74,7 @@ def make_trainer(
     """A trainer with everything that the recipe asks for. Without `out` nothing is written: for measurements."""
     train, heldout = TokenShards(data, "train"), TokenShards(data, "heldout")
     train.check_vocabulary(recipe.tokenizer.vocab_size, "tokenizer.vocab_size")
-    model = build(recipe, arm)
+    model = build(recipe, arm).to(accelerator.device)
     callbacks: list[Callback] = []
     if hasattr(model, "pop_expert_counts"):
         callbacks.append(BalanceCallback(model, recipe.train.balance))

@@ -22,6 +22,7 @@ class Trainer:
 
     `step` optimizer steps have been made on `tokens` tokens; `record` is what the current step has to say. Order of
     data, learning rate and everything else follow from those two numbers, so that a resume only has to restore state.
+    The model must be on the accelerator's device already, before callbacks take tensors of it.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class Trainer:
     ):
         self.settings, self.loader, self.group, self.accelerator = settings, loader, group, accelerator
         self.device = accelerator.device
-        self.bare_model = model.to(self.device)
+        self.bare_model = model
         self.optimizer = Zero1(self.bare_model, settings, group)
         self.loss_model = LossModel(self.bare_model)
-        self.model = accelerator.prepare(self.loss_model)
+        # placed again, tensors would be copied (even from "cpu" to "cpu:0"), away from the optimizer's buffer
+        self.model = accelerator.prepare(self.loss_model, device_placement=[False])
+        self.optimizer.check_views()
         self.callbacks = list(callbacks)
         self.step = self.tokens = 0
         self.record: dict[str, Any] = {}

@@ -67,6 +67,12 @@ class Zero1:
                 start += p.numel()
         return flat
 
+    def check_views(self) -> None:
+        """Raise RuntimeError when something has moved a parameter out of the flat buffer since it was made."""
+        home = self.flat.untyped_storage().data_ptr()
+        if any(p.untyped_storage().data_ptr() != home for p in self.parameters):
+            raise RuntimeError("parameters were moved after the optimizer was made; place the model first")
+
     def _optimizers(self, rules: dict[str, Rule]) -> list[torch.optim.Optimizer]:
         m, a = self.settings.muon, self.settings.adamw
         made: list[torch.optim.Optimizer] = []
