@@ -64,7 +64,7 @@ def number(value: float) -> str:
 def svg(width: float, height: float, label: str, *children: Markup | list[Markup], class_: str = "") -> Markup:
     """An accessible SVG that scales with its column. The table beside it holds the same numbers."""
     box = f"0 0 {width:g} {height:g}"
-    style = f"max-width:{width:g}px"
+    style = f"max-width:{1.25 * width:g}px"
     return tag("svg", *children, viewBox=box, role="img", aria_label=label, class_=f"chart {class_}", style=style)
 
 
@@ -91,7 +91,7 @@ def legend(names: Sequence[tuple[str, int]], lines: bool = False) -> Markup:
     return tag("ul", items, class_="legend")
 
 
-def both(draw: Callable[[float], Markup], wide: float = 1050, narrow: float = 325) -> Markup:
+def both(draw: Callable[[float], Markup], wide: float = 860, narrow: float = 325) -> Markup:
     """The same chart drawn for a wide and for a narrow screen; the style sheet shows one."""
     return tag("div", tag("div", draw(wide), class_="wide"), tag("div", draw(narrow), class_="narrow"))
 

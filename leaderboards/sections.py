@@ -418,7 +418,7 @@ def speed(release: Release) -> Markup:
         ", in turns with ours at the same shape.",
         notes(f.number),
     ]
-    chart = bar_chart(bars, label, "{:,.0f}".format, 520)
+    chart = both(lambda width: bar_chart(bars, label, "{:,.0f}".format, width), 520, 310)
     body = [panel("Training throughput", "tokens/s; higher is better", chart)]
     head = ["Quantity", "Value", "Unit", "Turns"]
     return section("speed", "Training speed", intro, *body, table(head, rows, "Table: training speed"))

@@ -49,7 +49,8 @@ class _Checked:
     def loglikelihood(self, requests, disable_tqdm: bool = False):
         self.checking = True
         try:
-            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # type: ignore[misc]
+            quiet = disable_tqdm or not sys.stderr.isatty()
+            return super().loglikelihood(requests, disable_tqdm=quiet)  # type: ignore[misc]
         finally:
             self.checking = False
 
@@ -79,7 +80,9 @@ class _Checked:
             cut += [(None, *part) for part in parts]
             owner += [i] * len(parts)
         sums = [0.0] * len(requests)
-        for i, (log_likelihood, _) in zip(owner, self._loglikelihood_tokens(cut), strict=True):
+        for i, (log_likelihood, _) in zip(
+            owner, self._loglikelihood_tokens(cut, disable_tqdm=not sys.stderr.isatty()), strict=True
+        ):
             sums[i] += log_likelihood
         return sums
 

@@ -1,0 +1,89 @@
+"""Statistics against scipy."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from leaderboards import stats
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.mark.parametrize(("n", "level"), [(100, 0.1), (100, 0.02), (7, 0.4), (1000, 0.03)])
+def test_mcnemar_is_the_exact_sign_test_of_items_that_differ(n, level):
+    first = RNG.integers(0, 2, n)
+    second = np.where(RNG.random(n) < level, 1 - first, first)
+    gained, lost = int(((first == 1) & (second == 0)).sum()), int(((first == 0) & (second == 1)).sum())
+    expected = scipy_stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert stats.mcnemar_p(first, second) == pytest.approx(expected, rel=1e-9)
+
+
+def test_mcnemar_of_equal_models_is_one():
+    assert stats.mcnemar_p([0, 1, 1], [0, 1, 1]) == 1.0
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.25, 2.0])
+def test_sign_flips_agree_with_a_permutation_test(shift):
+    d = RNG.normal(shift, 1, 60)
+    ours = stats.sign_flip_p(d)
+    reference = scipy_stats.permutation_test(
+        (d,), lambda x, axis: x.sum(axis=axis), permutation_type="samples", n_resamples=9999, vectorized=True, rng=1
+    )
+    assert ours == pytest.approx(reference.pvalue, abs=0.02)
+    assert ours > 0
+
+
+def test_sign_flips_of_few_items_approach_the_exact_p():
+    d = [0.4, 1.3, 0.2, 2.0, -0.1, 0.9]
+    signs = np.array(np.meshgrid(*[[-1, 1]] * 6)).reshape(6, -1)
+    exact = (np.abs(np.array(d) @ signs) >= sum(d) - 1e-12).mean()
+    assert stats.sign_flip_p(d) == pytest.approx(exact, abs=0.01)
+
+
+def test_bootstrap_of_a_mean_agrees_with_scipy():
+    x = RNG.exponential(1.0, 80)
+    low, high = stats.bootstrap_interval(x, np.ones(80))
+    reference = scipy_stats.bootstrap((x,), np.mean, n_resamples=20000, method="percentile", rng=5).confidence_interval
+    assert low == pytest.approx(reference.low, abs=0.02)
+    assert high == pytest.approx(reference.high, abs=0.02)
+
+
+def test_bootstrap_of_a_ratio_agrees_with_scipy():
+    w = RNG.integers(100, 4000, 90).astype(float)
+    x = w * RNG.normal(1.5, 0.3, 90)
+    low, high = stats.bootstrap_interval(x, w)
+    ratio = lambda a, b, axis: a.sum(axis=axis) / b.sum(axis=axis)
+    reference = scipy_stats.bootstrap(
+        (x, w), ratio, paired=True, vectorized=True, n_resamples=20000, method="percentile", rng=5
+    ).confidence_interval
+    assert low == pytest.approx(reference.low, abs=0.005)
+    assert high == pytest.approx(reference.high, abs=0.005)
+
+
+def test_bits_of_documents_of_equal_size_agree_with_the_paired_t_test():
+    a, b = RNG.normal(900, 40, 200), RNG.normal(903, 40, 200)
+    d = stats.compare_bits(a, b, [600.0] * 200)
+    t = scipy_stats.ttest_rel(a, b)
+    interval = t.confidence_interval(0.95)
+    assert d.value == pytest.approx((a - b).mean() / 600 / math.log(2))
+    assert d.p == pytest.approx(t.pvalue, abs=0.02)
+    assert d.low == pytest.approx(interval.low / 600 / math.log(2), abs=1e-3)
+    assert d.high == pytest.approx(interval.high / 600 / math.log(2), abs=1e-3)
+
+
+def test_an_accuracy_that_is_better_is_positive_and_repeatable():
+    first, second = [1.0] * 60 + [0.0] * 40, [1.0] * 40 + [0.0] * 60
+    d = stats.compare_accuracy(first, second)
+    assert (d.value, d.n) == (pytest.approx(0.2), 100)
+    assert 0 < d.low < 0.2 < d.high
+    assert d == stats.compare_accuracy(first, second)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    rng, hits = np.random.default_rng(11), 0
+    for seed in range(100):
+        low, high = stats.bootstrap_interval(rng.normal(0.3, 1.0, 60), np.ones(60), seed)
+        hits += low <= 0.3 <= high
+    assert 85 <= hits <= 100
