@@ -36,7 +36,7 @@ class _Memory:
     def _trim(self, x: torch.Tensor, needed: int) -> torch.Tensor:
         if self.record_past or self.rollback is None:
             return x
-        return x[:, -(needed + self.rollback) :]
+        return x[:, -(needed + self.rollback) :].clone()  # a view would keep the whole prompt's columns
 
     def activate_past_recording(self) -> None:
         """Keep everything until the next `crop`."""

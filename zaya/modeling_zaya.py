@@ -477,12 +477,12 @@ class ZayaModel(ZayaPreTrainedModel):
         count = self.training and torch.is_grad_enabled()
         hidden_states, attentions, router_logits, counts, state = [], [], [], [], None
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states.append(residual)
+            hidden_states.append(residual if want["hidden_states"] else None)
             residual, state, counted, logits, attention = self._run(
                 layer, residual, state, layout, rope[layer_type], cache, count, want["router_logits"], **kwargs
             )
             counts.append(counted)
-            attentions.append(attention)
+            attentions.append(attention if want["attentions"] else None)
             router_logits.append(logits)
         if count:
             self._add_counts(torch.stack(counts))
