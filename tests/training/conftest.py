@@ -29,7 +29,7 @@ RECIPE = {
     },
     "baseline": {
         "hidden_size": 32,
-        "intermediate_size": 50,
+        "intermediate_size": 57,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
