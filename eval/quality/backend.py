@@ -63,6 +63,10 @@ class _Checked:
                 raise CheckFailed(f"a token spans the end of the prompt and the answer {names!r}; it cannot be scored")
             if self.checking and bos is not None and (context[0] != bos or (context + scored).count(bos) != 1):
                 raise CheckFailed(f"a prompt does not begin with exactly one <bos>: {context[:8]}... of {names!r}")
+            if len(scored) >= self.room:
+                raise UserError(
+                    f"an answer has {len(scored)} tokens and the model takes {self.room - 1}: {names!r:.80}"
+                )
             self.truncated += len(context) + len(scored) > self.room
         return super()._loglikelihood_tokens(requests, **kwargs)  # type: ignore[misc]
 
@@ -137,7 +141,7 @@ def build(
     else:
         lm, about = _served(folder, config, backend, batch_size, bos)
     lm.texts = texts
-    return lm, {**about, "bos": bos, "batch_size": batch_size, "max_length": lm.room}
+    return lm, {**about, "bos": bos, "batch_size": batch_size, "max_length": lm.max_length}
 
 
 def _in_process(folder: Path, config, dtype: str, batch_size: int, bos: bool) -> tuple[Any, dict[str, Any]]:
@@ -155,7 +159,7 @@ def _in_process(folder: Path, config, dtype: str, batch_size: int, bos: bool) ->
         softmax_dtype="float32",
         add_bos_token=bos,
     )
-    lm.room = longest
+    lm.room = longest + 1  # the last scored token is not an input
     kind = type(lm.model)
     if config.model_type == "zaya" and not kind.__module__.startswith("zaya."):
         raise CheckFailed(f"{folder}: loaded as {kind.__module__}.{kind.__name__}, not as our class")
