@@ -145,7 +145,8 @@ def _prove(recipe: dict[str, Any], out: Path, data: Stage, exported: list[Stage]
         )
     for stage in exported:
         name = stage.out.name
-        argv = ["eval", str(stage.out), "--suite", score["suite"], "--limit", str(score["limit"])]
+        argv = ["eval", str(stage.out), "--suite", score["suite"]]
+        argv += [] if score["limit"] is None else ["--limit", str(score["limit"])]
         argv += ["--heldout", heldout, "--out", str(out / "scores" / name), "--name", name]
         yield Stage(
             f"scores/{name}",
