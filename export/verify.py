@@ -40,7 +40,7 @@ def read_prompts(folder: Path, text: Path | None, count: int, length: int) -> li
     else:
         texts = [source.read_text(encoding="utf-8")]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = [tokenizer(t)["input_ids"] for t in texts if t.strip()]
+    ids = [tokenizer(t[: 20 * length])["input_ids"] for t in texts if t.strip()]
     if not ids:
         raise UserError(f"{source}: holds no text to probe with")
     return [ids[i % len(ids)][: max(1, length * (i + 1) // count)] for i in range(count)]
