@@ -118,7 +118,8 @@ def _bigram(release: Release, margin: float) -> Check:
     bigram = dataset and dataset.get("bigram_heldout_nats_per_token")
     if run is None or not loss or not bigram:
         return Check(title, "missing", "not measured", section)
-    says = f"{loss:.3f} against {bigram:.3f} nats per token: {abs(bigram - loss):.2f} {'below' if loss < bigram else 'above'}"
+    says = f"{loss:.3f} against {bigram:.3f} nats per token: "
+    says += f"{abs(bigram - loss):.2f} {'below' if loss < bigram else 'above'}"
     if not run.finished:
         says += "; training has not finished"
     good = bigram - loss >= margin and run.finished

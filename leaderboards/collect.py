@@ -1,6 +1,7 @@
 """What a release left on disk, read for the page. What is not there is None or empty, never made up."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,9 @@ class Run:
         return self.about.get("arm") == "zaya"
 
     def column(self, key: str) -> tuple[list[float], list[Any]]:
-        """(tokens, values) of every line of the log that holds `key`."""
-        lines = [(line["tokens"], line[key]) for line in self.log if key in line]
+        """(tokens, values) of every line of the log that holds `key`, without numbers that are not finite."""
+        whole = lambda v: not isinstance(v, float) or math.isfinite(v)
+        lines = [(line["tokens"], line[key]) for line in self.log if key in line and whole(line[key])]
         return [t for t, _ in lines], [v for _, v in lines]
 
     def last(self, key: str) -> Any:

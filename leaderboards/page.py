@@ -8,7 +8,8 @@ from leaderboards import sections
 from leaderboards.checks import Check, run_checks, verdict
 from leaderboards.collect import Found, Release, Run
 from leaderboards.html import Markup, tag
-from leaderboards.sections import notes, section, table
+from leaderboards.parts import notes, section, table
+from leaderboards.scores import scores
 from zaya.results import Provenance
 
 HERE = Path(__file__).parent
@@ -47,7 +48,7 @@ def render(release: Release, title: str, bigram_margin_nats: float) -> str:
         tag("nav", tag("ul", links), aria_label="Sections"),
         tag(
             "main",
-            sections.scores(release),
+            scores(release),
             sections.training(release),
             sections.experts(release),
             sections.serving(release),

@@ -1,6 +1,7 @@
 """The page's text: verdict, numbers, what was not measured, and names that try to be markup."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -139,6 +140,22 @@ def test_models_scored_on_different_items_are_not_compared(tmp_path):
     release = collect([tmp_path])
     assert compare(release, "zaya", "qwen3", "piqa") is None
     assert compare(release, "zaya", "qwen3", "arc_easy") is not None
+
+
+def test_a_run_that_diverged_is_shown_and_fails(tmp_path):
+    make_release(tmp_path)
+    log = tmp_path / "train" / "zaya" / "log.jsonl"
+    lines = [json.loads(x) for x in log.read_text().splitlines()]
+    lines[-1] |= {"loss": math.nan, "heldout_loss": math.nan}
+    log.write_text("\n".join(map(json.dumps, lines)))
+    [bits] = (tmp_path / "scores" / "0").glob("*heldout_python*.json")
+    edit(bits, lambda r: setattr(r.metrics[0], "value", math.inf))
+    release = collect([tmp_path])
+    [check] = [c for c in run_checks(release, 0.7) if c.section == "training"]
+    assert check.state == "fail"
+    page = render(release, "A title", 0.7)
+    assert "nan" in page
+    assert "inf ±" in page
 
 
 def test_hostile_names_are_text(tmp_path):

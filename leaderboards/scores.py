@@ -1,0 +1,127 @@
+"""The page's section of scores."""
+
+import math
+from typing import Any
+
+from leaderboards.charts import Interval, both, interval_chart, number
+from leaderboards.checks import LEVEL, compare, p_text, signed
+from leaderboards.collect import CONTROL, Found, Release
+from leaderboards.html import Markup, tag
+from leaderboards.parts import missing, notes, panel, section, subjects_legend, table
+from leaderboards.stats import Z95
+
+METRIC_NAMES = {
+    "acc": "accuracy",
+    "acc_norm": "accuracy, per character",
+    "bits_per_byte": "bits per byte",
+}
+
+
+def scores(release: Release) -> Markup:
+    """Accuracies and bits per byte with 95 % intervals, and paired differences from the baseline and the control."""
+    by_task = release.scores()
+    if not by_task:
+        return missing("scores", "Scores", "zaya eval MODEL")
+    intro = (
+        "Marks are means over items, lines 95 % intervals (1.96 standard errors). Models answered the same items, so "
+        "differences are paired: interval by bootstrap over items, p by McNemar's exact test (accuracies) or sign "
+        "flips (bits per byte), not corrected for the number of tasks."
+    )
+    names = [s for s in release.subjects if any(s in by for by in by_task.values())]
+    panels = [_score_panel(release, task, by, names) for task, by in by_task.items()]
+
+    return section(
+        "scores",
+        "Scores",
+        intro,
+        subjects_legend(release, names),
+        tag("div", panels, class_="panels two"),
+        _score_table(release, by_task, names),
+        _difference_table(release, by_task),
+    )
+
+
+def _primary(found: Found) -> str:
+    return str(found.result.settings.get("primary", found.result.metrics[0].name))
+
+
+def _score_panel(release: Release, task: str, by: dict[str, Found], names: list[str]) -> Markup:
+    any_one = next(iter(by.values()))
+    name = _primary(any_one)
+    fraction = name != "bits_per_byte"
+    rows = []
+    for subject in names:
+        metric = by[subject].metric(name) if subject in by else None
+        if metric is not None and math.isfinite(metric.value):
+            rows.append(_interval(subject, metric, release.style(subject), fraction))
+    if not rows:
+        return panel(task, "no finite score", Markup(""))
+    chance = any_one.value("chance")
+    show = (lambda v: f"{100 * v:.0f} %") if fraction else number
+    metric = any_one.metric(name)
+    about = [f"{METRIC_NAMES.get(name, name)}, {metric.n if metric else '?'} items, "]
+    about += ["higher is better" if fraction else "lower is better"]
+    rows, far = _without_far(rows)
+    about += [f"; {far.name} is off this axis, at {far.value:.3f}"] if far else []
+    about.append(notes(*(f.number for f in by.values())))
+    label = f"{task}: " + ", ".join(f"{r.name} {r.value:.3f}" for r in rows)
+    level = (f"chance {100 * chance:.0f} %", chance) if chance is not None else None
+    return panel(task, about, both(lambda width: interval_chart(rows, label, show, level, width), 480, 310))
+
+
+def _without_far(rows: list[Interval]) -> tuple[list[Interval], Interval | None]:
+    """The rows to draw, and the last one apart when it is so far away that the others would fall on one point."""
+    if len(rows) < 3 or rows[-1].name != CONTROL:
+        return rows, None
+    near = [v for r in rows[:-1] for v in (r.low, r.value, r.high) if v is not None]
+    gap = min(abs(rows[-1].value - v) for v in near)
+    return (rows[:-1], rows[-1]) if gap > 3 * (max(near) - min(near)) else (rows, None)
+
+
+def _interval(name: str, metric: Any, style: int, fraction: bool) -> Interval:
+    if metric.stderr is None:
+        return Interval(name, metric.value, None, None, style)
+    low, high = metric.value - Z95 * metric.stderr, metric.value + Z95 * metric.stderr
+    if fraction:
+        low, high = max(0.0, low), min(1.0, high)
+    return Interval(name, metric.value, low, high, style)
+
+
+def _score_table(release: Release, by_task: dict[str, dict[str, Found]], names: list[str]) -> Markup:
+    rows = []
+    for task, by in by_task.items():
+        wanted = dict.fromkeys(m.name for f in by.values() for m in f.result.metrics if m.name in METRIC_NAMES)
+        for name in wanted:
+            cells = [_score_cell(by.get(s), name) for s in names]
+            chance = next(iter(by.values())).value("chance")
+            n = next((m.n for f in by.values() if (m := f.metric(name))), None)
+            shown = f"{chance:.3f}" if chance is not None and name.startswith("acc") else "–"
+            rows.append([task, METRIC_NAMES[name], n, shown, *cells])
+    return table(["Task", "Metric", "Items", "Chance", *names], rows, "Table: scores ± standard error", open_=True)
+
+
+def _score_cell(found: Found | None, name: str) -> Any:
+    metric = found.metric(name) if found else None
+    if metric is None or found is None:
+        return "not measured"
+    error = "" if metric.stderr is None else f" ± {metric.stderr:.3f}"
+    return [f"{metric.value:.3f}{error}", notes(found.number)]
+
+
+def _difference_table(release: Release, by_task: dict[str, dict[str, Found]]) -> Markup:
+    rows = []
+    for other in (release.baseline, CONTROL):
+        for task, by in by_task.items():
+            d = compare(release, release.ours, other, task)
+            if d is None or release.ours not in by:
+                continue
+            name = _primary(by[release.ours])
+            better = d.value < 0 if name == "bits_per_byte" else d.value > 0
+            says = "no difference shown" if d.p >= LEVEL else "better" if better else "worse"
+            interval = f"{signed(d.low)} to {signed(d.high)}"
+            metric = METRIC_NAMES.get(name, name)
+            rows.append([f"{task}, against {other}", metric, d.n, signed(d.value), interval, p_text(d.p), says])
+    if not rows:
+        return tag("p", "Paired differences: not measured (they need the samples of two models on the same items).")
+    head = ["Comparison", "Metric", "Items", f"{release.ours} minus other", "95 % interval", "p", "Ours is"]
+    return table(head, rows, "Table: paired differences", open_=True)
