@@ -169,7 +169,7 @@ def test_rows_with_a_stride():
         assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("tokens", [1, 4, 19, 33])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_decode_kernels_equal_stock(tokens, layer):
     module = stock_router(layer, width=64, hidden=2048)

@@ -10,7 +10,16 @@ first kernel, so no state outlives a call and any number of streams may run.
 import triton
 import triton.language as tl
 
-from zaya.kernels.router.triton import _choose, _dot, _gelu, _normalise, _softmax, _vector
+from zaya.kernels.router.triton import (
+    _choose,
+    _dot,
+    _first_layer,
+    _gelu,
+    _normalise,
+    _probabilities,
+    _second_layer,
+    _vector,
+)
 
 
 @triton.jit
@@ -27,10 +36,7 @@ def router_project_kernel(
     BT: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # the second kernel may start, read its weights, and wait for the end
     split = tl.program_id(1)
     t = tl.program_id(2).to(tl.int64) * BT + tl.arange(0, BT)
     ok = t < T
@@ -75,7 +81,6 @@ def router_decode_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     HAS_PREV: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     SLICES: tl.constexpr = R // BC
     slice_id = tl.program_id(0)
@@ -83,41 +88,127 @@ def router_decode_kernel(
     t = tl.program_id(1).to(tl.int64) * BT + row
     ok = t < T
     k = tl.arange(0, R)
-    e = tl.arange(0, C_PAD)
-    c = tl.arange(0, BC)
     dtype = state_ptr.dtype.element_ty
-    # Weights first: they do not wait for the first kernel. Scalar offsets apart, for ROCm's buffer loads.
-    first = slice_id * BC
-    w1 = tl.load(w1_ptr + first * R + (c[None, :] * R + k[:, None])).to(dtype)
-    w2 = tl.load(w2_ptr + first + (k[None, :] * R + c[:, None])).to(dtype)
-    w3 = tl.load(w3_ptr + (e[None, :] * R + k[:, None]), mask=e[None, :] < C, other=0.0).to(dtype)
-    b1, b2, norm, bias = _vector(b1_ptr + first, c), _vector(b2_ptr, k), _vector(norm_ptr, k), _vector(bias_ptr, k)
-    balance = tl.load(balance_ptr + e, mask=e < C, other=0.0)
-    eda = tl.zeros((BT, R), tl.float32)
-    if HAS_PREV:
-        eda = tl.load(prev_ptr + t[:, None] * stride_prev + k[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
-        eda *= _vector(scale_ptr, k)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    u = tl.zeros((BT, R), tl.float32) + bias
-    for i in tl.static_range(SPLITS):
+    u = tl.zeros((BT, R), tl.float32) + _vector(bias_ptr, k)
+    for i in range(SPLITS):
         u += tl.load(parts_ptr + i * T * R + (t[:, None] * R + k[None, :]), mask=ok[:, None], other=0.0)
-    state = (u.to(dtype).to(tl.float32) + eda).to(dtype)
+    state = u.to(dtype).to(tl.float32)
+    if HAS_PREV:
+        prev = tl.load(prev_ptr + t[:, None] * stride_prev + k[None, :], mask=ok[:, None], other=0.0)
+        state += prev.to(tl.float32) * _vector(scale_ptr, k)
+    state = state.to(dtype)
     tl.store(state_ptr + t[:, None] * R + k[None, :], state, mask=ok[:, None] & (slice_id == 0))
-    h = (_normalise(state.to(tl.float32), eps, R)[0] * norm).to(dtype)
-    g1 = _gelu(_dot(h, w1, tl.zeros((BT, BC), tl.float32)) + b1).to(dtype)
-    share = _dot(g1, w2, tl.zeros((BT, R), tl.float32))
+    h = (_normalise(state.to(tl.float32), eps, R)[0] * _vector(norm_ptr, k)).to(dtype)
+    c0 = slice_id * BC  # in the scalar part of each address: ROCm's buffer loads want small offsets beside it
+    cc = tl.arange(0, BC)
+    g1 = _gelu(_first_layer(h, w1_ptr + c0 * R, b1_ptr + c0, cc, R, BC, BT)).to(dtype)
+    share = _second_layer(tl.zeros((BT, R), tl.float32), g1, w2_ptr + c0, cc, R)
     block = slices_ptr + tl.program_id(1).to(tl.int64) * (SLICES * BT * R)
     cell = row[:, None] * R + k[None, :]
     tl.store(block + slice_id * (BT * R) + cell, share)
     tl.debug_barrier()  # every thread's part is stored before one thread says so
     done = tl.atomic_add(ticket_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
     if done == SLICES - 1:
-        acc = tl.zeros((BT, R), tl.float32)
-        for j in tl.range(0, SLICES, num_stages=4):  # unrolled, it spills: the compiler stages loads of a loop itself
-            acc += tl.load(block + j * (BT * R) + cell, cache_modifier=".cg")
-        acc += b2
-        p = _softmax(_dot(_gelu(acc).to(dtype), w3, tl.zeros((BT, C_PAD), tl.float32)), C, C_PAD)
-        pick, weight = _choose(p, balance, C, C_PAD)
+        acc = tl.zeros((BT, R), tl.float32) + _vector(b2_ptr, k)
+        for i in range(SLICES):
+            acc += tl.load(block + i * (BT * R) + cell, cache_modifier=".cg")
+        p = _probabilities(_gelu(acc).to(dtype), w3_ptr, BT, R, C, C_PAD)
+        e = tl.arange(0, C_PAD)
+        pick, weight = _choose(p, tl.load(balance_ptr + e, mask=e < C, other=0.0), C, C_PAD)
         tl.store(ids_ptr + t, pick.to(tl.int64), mask=ok)
         tl.store(weights_ptr + t, weight, mask=ok)
+
+
+@triton.jit
+def router_project_vec_kernel(
+    x_ptr,  # [T, D]
+    w_ptr,  # [R, D]
+    bias_ptr,  # [R]
+    u_ptr,  # out [T, R]
+    ticket_ptr,  # out [T] int32, zeroed
+    stride_x,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One token a program column: products of vectors, without the padding and staging of the matrix units."""
+    t = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    acc = tl.zeros((BN, BK), tl.float32)
+    for k0 in tl.static_range(0, D, BK):
+        k = k0 + tl.arange(0, BK)
+        x = tl.load(x_ptr + t * stride_x + k).to(tl.float32)
+        acc += tl.load(w_ptr + n[:, None] * D + k[None, :]).to(tl.float32) * x[None, :]
+    u = tl.sum(acc, 1) + tl.load(bias_ptr + n).to(tl.float32)
+    tl.store(u_ptr + t * R + n, u.to(u_ptr.dtype.element_ty))
+    if tl.program_id(0) == 0:
+        tl.store(ticket_ptr + t, 0)
+
+
+@triton.jit
+def _sum_rows(w_ptr, row, k, R: tl.constexpr, x):
+    """w[row] @ x for rows of width R: one sum along each row."""
+    return tl.sum(tl.load(w_ptr + row[:, None] * R + k[None, :]).to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def router_decode_vec_kernel(
+    u_ptr,  # [T, R]
+    prev_ptr,  # [T, R], read if HAS_PREV
+    scale_ptr,
+    norm_ptr,
+    w1_ptr,
+    b1_ptr,
+    w2_ptr,
+    b2_ptr,
+    w3_ptr,
+    balance_ptr,
+    state_ptr,  # out [T, R]
+    ids_ptr,  # out [T] int64
+    weights_ptr,  # out [T] fp32
+    slices_ptr,  # scratch [T, R // BC, R] fp32
+    ticket_ptr,  # [T] int32, zero on entry
+    eps,
+    stride_prev,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    BC: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+):
+    SLICES: tl.constexpr = R // BC
+    slice_id = tl.program_id(0)
+    t = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, R)
+    c = tl.arange(0, BC)
+    e = tl.arange(0, C_PAD)
+    dtype = state_ptr.dtype.element_ty
+    first = slice_id * BC
+    state = tl.load(u_ptr + t * R + k).to(tl.float32)
+    if HAS_PREV:
+        prev = tl.load(prev_ptr + t * stride_prev + k).to(tl.float32)
+        state += prev * tl.load(scale_ptr + k).to(tl.float32)
+    state = state.to(dtype)
+    tl.store(state_ptr + t * R + k, state, mask=slice_id == 0)
+    state = state.to(tl.float32)
+    h = state * tl.rsqrt(tl.sum(state * state, 0) / R + eps) * tl.load(norm_ptr + k).to(tl.float32)
+    h = h.to(dtype).to(tl.float32)
+    g1 = _gelu(_sum_rows(w1_ptr + first * R, c, k, R, h) + tl.load(b1_ptr + first + c).to(tl.float32))
+    share = _sum_rows(w2_ptr + first, k, c, R, g1.to(dtype).to(tl.float32))
+    tl.store(slices_ptr + (t * SLICES + slice_id) * R + k, share)
+    tl.debug_barrier()  # every thread's part is stored before one thread says so
+    done = tl.atomic_add(ticket_ptr + t, 1, sem="acq_rel", scope="gpu")
+    if done == SLICES - 1:
+        parts = slices_ptr + t * SLICES * R + tl.arange(0, SLICES)[:, None] * R + k[None, :]
+        z2 = tl.sum(tl.load(parts, cache_modifier=".cg"), 0) + tl.load(b2_ptr + k).to(tl.float32)
+        g2 = _gelu(z2).to(dtype).to(tl.float32)
+        w3 = tl.load(w3_ptr + e[:, None] * R + k[None, :], mask=e[:, None] < C, other=0.0).to(tl.float32)
+        logits = tl.where(e < C, tl.sum(w3 * g2[None, :], 1), -float("inf"))
+        p = tl.exp(logits - tl.max(logits, 0))
+        p = p / tl.sum(p, 0)
+        score = tl.where(e < C, p + tl.load(balance_ptr + e, mask=e < C, other=0.0), -float("inf"))
+        broken = tl.sum((score != score).to(tl.int32), 0) > 0  # NaN: class 0, as in `_choose`
+        pick = tl.where(broken, 0, tl.argmax(score, 0, tie_break_left=True).to(tl.int32))
+        tl.store(ids_ptr + t, pick.to(tl.int64))
+        tl.store(weights_ptr + t, tl.sum(tl.where(e == pick, p, 0.0), 0))

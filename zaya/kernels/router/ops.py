@@ -6,11 +6,9 @@ from torch import Tensor
 from zaya.errors import UserError
 from zaya.kernels.router import decode
 from zaya.kernels.router import triton as kernels
-from zaya.kernels.router.tiles import DECODE_TOKENS, router_tile
+from zaya.kernels.router.tiles import DECODE_TOKENS, VECTOR_TOKENS, router_tile
 
 BACKEND = "hip" if torch.version.hip else "cuda"
-# Programmatic dependent launch: the second decode kernel starts early and waits inside. CUDA has it, ROCm does not.
-PDL = BACKEND == "cuda" and not kernels.INTERPRET.value
 
 
 def unsupported(u: Tensor, out_weight: Tensor) -> str | None:
@@ -268,56 +266,81 @@ def router_decode_op(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Down projection and router of 1 to 64 tokens, inference only: (expert_ids, gate weights, state)."""
-    (tokens, hidden), width, classes = x.shape, down_weight.shape[0], w3.shape[0]
-    x, first = _rows(x), router_tile("project", BACKEND, tokens, width)
-    second = router_tile("decode", BACKEND, tokens, width)
-    blocks = -(-tokens // first.blocks["BT"])
-    slices = width // second.blocks["BC"]
-    ids, weights, state = _decode_outputs(x, width)
+    x, prev = _rows(x), None if prev_state is None else _rows(prev_state)
+    mlp = tuple(w.contiguous() for w in (w1, b1, w2, b2, w3, balance))
+    outputs = _decode_outputs(x, down_weight.shape[0])
+    run = _decode_vectors if x.shape[0] <= VECTOR_TOKENS else _decode_blocks
+    with _device(x):
+        run(x, down_weight.contiguous(), down_bias, prev, state_scale, norm_weight, mlp, eps, outputs)
+    return outputs
+
+
+def _decode_blocks(x, down_weight, down_bias, prev, state_scale, norm_weight, mlp, eps, outputs):
+    ids, weights, state = outputs
+    (tokens, hidden), width, classes = x.shape, down_weight.shape[0], mlp[4].shape[0]
+    first, second = (router_tile(k, BACKEND, tokens, width) for k in ("project", "decode"))
+    blocks, slices = -(-tokens // first.blocks["BT"]), width // second.blocks["BC"]
     parts = x.new_empty((first.splits, tokens, width), dtype=torch.float32)
     scratch = x.new_empty((blocks, slices, second.blocks["BT"], width), dtype=torch.float32)
     ticket = x.new_empty(blocks, dtype=torch.int32)
-    prev = None if prev_state is None else _rows(prev_state)
-    with _device(x):
-        decode.router_project_kernel[(width // first.blocks["BN"], first.splits, blocks)](
-            x,
-            down_weight.contiguous(),
-            parts,
-            ticket,
-            tokens,
-            hidden,
-            x.stride(0),
-            R=width,
-            SPLITS=first.splits,
-            PDL=PDL,
-            **first.blocks,
-            **first.options,
-        )
-        decode.router_decode_kernel[(slices, blocks)](
-            parts,
-            down_bias,
-            _or(prev, state),
-            _or(state_scale, norm_weight),
-            norm_weight,
-            *(w.contiguous() for w in (w1, b1, w2, b2, w3, balance)),
-            state,
-            ids,
-            weights,
-            scratch,
-            ticket,
-            tokens,
-            eps,
-            _or(prev, state).stride(0),
-            R=width,
-            C=classes,
-            C_PAD=_padded(classes),
-            SPLITS=first.splits,
-            HAS_PREV=prev is not None,
-            PDL=PDL,
-            **second.blocks,
-            **second.options,
-        )
-    return ids, weights, state
+    sizes = {"R": width, "SPLITS": first.splits}
+    decode.router_project_kernel[(width // first.blocks["BN"], first.splits, blocks)](
+        x, down_weight, parts, ticket, tokens, hidden, x.stride(0), **sizes, **first.blocks, **first.options
+    )
+    decode.router_decode_kernel[(slices, blocks)](
+        parts,
+        down_bias,
+        _or(prev, state),
+        _or(state_scale, norm_weight),
+        norm_weight,
+        *mlp,
+        state,
+        ids,
+        weights,
+        scratch,
+        ticket,
+        tokens,
+        eps,
+        _or(prev, state).stride(0),
+        C=classes,
+        C_PAD=_padded(classes),
+        HAS_PREV=prev is not None,
+        **sizes,
+        **second.blocks,
+        **second.options,
+    )
+
+
+def _decode_vectors(x, down_weight, down_bias, prev, state_scale, norm_weight, mlp, eps, outputs):
+    ids, weights, state = outputs
+    (tokens, hidden), width, classes = x.shape, down_weight.shape[0], mlp[4].shape[0]
+    first, second = (router_tile(k, BACKEND, tokens, width) for k in ("project_vec", "decode_vec"))
+    slices = width // second.blocks["BC"]
+    u, ticket = torch.empty_like(state), x.new_empty(tokens, dtype=torch.int32)
+    scratch = x.new_empty((tokens, slices, width), dtype=torch.float32)
+    decode.router_project_vec_kernel[(width // first.blocks["BN"], tokens)](
+        x, down_weight, down_bias, u, ticket, x.stride(0), D=hidden, R=width, **first.blocks, **first.options
+    )
+    decode.router_decode_vec_kernel[(slices, tokens)](
+        u,
+        _or(prev, state),
+        _or(state_scale, norm_weight),
+        norm_weight,
+        *mlp,
+        state,
+        ids,
+        weights,
+        scratch,
+        ticket,
+        eps,
+        _or(prev, state).stride(0),
+        R=width,
+        C=classes,
+        C_PAD=_padded(classes),
+        HAS_PREV=prev is not None,
+        **second.blocks,
+        **second.options,
+    )
 
 
 @router_decode_op.register_fake
@@ -330,5 +353,7 @@ def decode_takes(x: Tensor, down_weight: Tensor) -> bool:
     tokens, width = x.shape[0], down_weight.shape[0]
     if not 0 < tokens <= DECODE_TOKENS:
         return False
+    if tokens <= VECTOR_TOKENS:
+        return x.shape[1] % router_tile("project_vec", BACKEND, tokens, width).blocks["BK"] == 0
     tile = router_tile("project", BACKEND, tokens, width)
     return x.shape[1] % (tile.splits * tile.blocks["BK"]) == 0

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-DECODE_TOKENS = 64  # up to here the two decode kernels are used
+DECODE_TOKENS = 64  # up to here the two decode kernels are used,
+VECTOR_TOKENS = 4  # and up to here those that take one token at a time
 
 
 class Tile(NamedTuple):
@@ -17,33 +18,37 @@ def _cuda(warps: int, stages: int, splits: int = 1, **blocks: int) -> Tile:
     return Tile(blocks, {"num_warps": warps, "num_stages": stages}, splits)
 
 
-def _pdl(warps: int, stages: int, splits: int = 1, **blocks: int) -> Tile:
-    """A kernel that starts before its predecessor has ended, and waits for it inside."""
-    return Tile(blocks, {"num_warps": warps, "num_stages": stages, "launch_pdl": True}, splits)
-
-
 def _hip(warps: int, stages: int, splits: int = 1, **blocks: int) -> Tile:
     return Tile(blocks, {"num_warps": warps, "num_stages": stages, "matrix_instr_nonkdim": 16}, splits)
 
 
 # (kernel, backend) -> ((largest T, tile), …), the last without a limit
+ANY = float("inf")
 TABLE: dict[tuple[str, str], tuple[tuple[float, Tile], ...]] = {
-    ("fwd", "cuda"): ((512, _cuda(8, 2, BT=16, BC=64)), (float("inf"), _cuda(8, 1, BT=64, BC=64))),
-    ("fwd", "hip"): ((512, _hip(4, 1, BT=16, BC=64)), (float("inf"), _hip(8, 1, BT=64, BC=64))),
-    ("bwd_outer", "cuda"): ((float("inf"), _cuda(8, 2, BT=32, BC=64)),),
-    ("bwd_outer", "hip"): ((float("inf"), _hip(8, 1, BT=64, BC=64)),),
-    ("bwd_inner", "cuda"): ((float("inf"), _cuda(8, 2, BT=32, BC=64)),),
-    ("bwd_inner", "hip"): ((float("inf"), _hip(8, 1, BT=64, BC=32)),),
-    ("dw", "cuda"): ((float("inf"), _cuda(8, 3, splits=26, BM=128, BN=128, BT=64)),),
-    ("dw", "hip"): ((float("inf"), _hip(8, 2, splits=30, BM=128, BN=128, BT=64)),),
-    ("add_vectors", "cuda"): ((float("inf"), _cuda(4, 1, BP=128, BN=8)),),
-    ("add_vectors", "hip"): ((float("inf"), _hip(4, 1, BP=128, BN=8)),),
-    ("add_matrices", "cuda"): ((float("inf"), _cuda(4, 1, BP=32, BN=128)),),
-    ("add_matrices", "hip"): ((float("inf"), _hip(4, 1, BP=32, BN=128)),),
-    ("project", "cuda"): ((float("inf"), _cuda(4, 2, splits=8, BT=16, BN=16, BK=128)),),
-    ("project", "hip"): ((float("inf"), _hip(4, 2, splits=16, BT=16, BN=16, BK=128)),),
-    ("decode", "cuda"): ((float("inf"), _pdl(8, 1, BT=16, BC=32)),),
-    ("decode", "hip"): ((float("inf"), _hip(8, 1, BT=16, BC=32)),),
+    ("fwd", "cuda"): ((8192, _cuda(8, 2, BT=16, BC=64)), (ANY, _cuda(8, 1, BT=128, BC=64))),
+    ("fwd", "hip"): ((8192, _hip(4, 1, BT=16, BC=64)), (ANY, _hip(8, 1, BT=64, BC=64))),
+    ("bwd_outer", "cuda"): ((ANY, _cuda(8, 2, BT=32, BC=64)),),
+    ("bwd_outer", "hip"): ((ANY, _hip(8, 1, BT=64, BC=64)),),
+    ("bwd_inner", "cuda"): ((ANY, _cuda(4, 2, BT=32, BC=32)),),
+    ("bwd_inner", "hip"): ((ANY, _hip(8, 1, BT=64, BC=32)),),
+    ("dw", "cuda"): ((ANY, _cuda(8, 3, splits=26, BM=128, BN=128, BT=64)),),
+    ("dw", "hip"): ((ANY, _hip(8, 2, splits=30, BM=128, BN=128, BT=64)),),
+    ("add_vectors", "cuda"): ((ANY, _cuda(4, 1, BP=128, BN=8)),),
+    ("add_vectors", "hip"): ((ANY, _hip(4, 1, BP=128, BN=8)),),
+    ("add_matrices", "cuda"): ((ANY, _cuda(4, 1, BP=32, BN=128)),),
+    ("add_matrices", "hip"): ((ANY, _hip(4, 1, BP=32, BN=128)),),
+    ("project", "cuda"): (
+        (8, _cuda(4, 1, splits=8, BT=16, BN=16, BK=256)),
+        (32, _cuda(4, 1, splits=4, BT=16, BN=8, BK=512)),
+        (64, _cuda(4, 2, splits=4, BT=16, BN=16, BK=128)),
+    ),
+    ("project", "hip"): ((64, _hip(4, 2, splits=16, BT=16, BN=16, BK=128)),),
+    ("project_vec", "cuda"): ((4, _cuda(4, 1, BN=2, BK=1024)),),
+    ("project_vec", "hip"): ((4, _hip(4, 1, BN=2, BK=1024)),),
+    ("decode_vec", "cuda"): ((4, _cuda(4, 1, BC=16)),),
+    ("decode_vec", "hip"): ((4, _hip(4, 1, BC=16)),),
+    ("decode", "cuda"): ((64, _cuda(8, 1, BT=16, BC=64)),),
+    ("decode", "hip"): ((64, _hip(8, 1, BT=16, BC=32)),),
 }
 
 
