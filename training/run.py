@@ -18,7 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from training.callbacks import BalanceCallback, Callback, CheckpointCallback, HeldoutCallback, LogCallback
 from training.callbacks.log import LOG, SPEED
 from training.checkpoint.reader import Checkpoint, latest
-from training.checkpoint.retention import sweep
+from training.checkpoint.retention import prune, sweep
 from training.checkpoint.writer import Writer
 from training.data.loader import Loader
 from training.metrics.flops import count_parameters, train_flops_per_token
@@ -145,6 +145,7 @@ def train(recipe: Recipe, arm: str, data: Path, out: Path) -> None:
     group.barrier()
     if group.rank == 0:
         sweep(out)
+        prune(out, recipe.train.keep)  # a run killed after its last checkpoint had no time to
         write_manifest(out, "train", ids, timings=(SPEED,))
     group.barrier()
     accelerator.end_training()
