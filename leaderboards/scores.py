@@ -8,7 +8,7 @@ from leaderboards.checks import LEVEL, compare, p_text, signed
 from leaderboards.collect import CONTROL, Found, Release
 from leaderboards.html import Markup, tag
 from leaderboards.parts import missing, notes, panel, section, subjects_legend, table
-from leaderboards.stats import Z95
+from leaderboards.stats import Z95, wilson_interval
 
 METRIC_NAMES = {
     "acc": "accuracy",
@@ -23,9 +23,9 @@ def scores(release: Release) -> Markup:
     if not by_task:
         return missing("scores", "Scores", "zaya eval MODEL")
     intro = (
-        "Marks are means over items, lines 95 % intervals (1.96 standard errors). Models answered the same items, so "
-        "differences are paired: interval by bootstrap over items, p by McNemar's exact test (accuracies) or sign "
-        "flips (bits per byte), not corrected for the number of tasks."
+        "Marks are means over items, lines 95 % intervals: Wilson's for accuracies, 1.96 standard errors for bits per "
+        "byte. Models answered the same items, so differences are paired: interval by bootstrap over items, p by "
+        "McNemar's exact test (accuracies) or sign flips (bits per byte), not corrected for the number of tasks."
     )
     names = [s for s in release.subjects if any(s in by for by in by_task.values())]
     panels = [_score_panel(release, task, by, names) for task, by in by_task.items()]
@@ -79,12 +79,11 @@ def _without_far(rows: list[Interval]) -> tuple[list[Interval], Interval | None]
 
 
 def _interval(name: str, metric: Any, style: int, fraction: bool) -> Interval:
+    if fraction and metric.n:
+        return Interval(name, metric.value, *wilson_interval(metric.value, metric.n), style)
     if metric.stderr is None:
         return Interval(name, metric.value, None, None, style)
-    low, high = metric.value - Z95 * metric.stderr, metric.value + Z95 * metric.stderr
-    if fraction:
-        low, high = max(0.0, low), min(1.0, high)
-    return Interval(name, metric.value, low, high, style)
+    return Interval(name, metric.value, metric.value - Z95 * metric.stderr, metric.value + Z95 * metric.stderr, style)
 
 
 def _score_table(release: Release, by_task: dict[str, dict[str, Found]], names: list[str]) -> Markup:

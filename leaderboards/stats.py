@@ -59,6 +59,13 @@ def _chunks() -> list[int]:
     return [CHUNK] * (RESAMPLES // CHUNK)
 
 
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a share of `n` items (Wilson, 1927): it keeps its width where every item is right or wrong."""
+    middle = (share + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 / (1 + Z95**2 / n) * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def compare_accuracy(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Difference of two accuracies on the same items (0 or 1 each): bootstrap interval, McNemar's exact p."""
     d = [a - b for a, b in zip(first, second, strict=True)]

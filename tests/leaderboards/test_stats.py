@@ -73,6 +73,12 @@ def test_bits_of_documents_of_equal_size_agree_with_the_paired_t_test():
     assert d.high == pytest.approx(interval.high / 600 / math.log(2), abs=1e-3)
 
 
+@pytest.mark.parametrize(("right", "n"), [(0, 4), (31, 100), (100, 100), (1, 2), (5000, 10042)])
+def test_the_interval_of_a_share_is_wilsons(right, n):
+    expected = scipy_stats.binomtest(right, n).proportion_ci(0.95, method="wilson")
+    assert stats.wilson_interval(right / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
 def test_an_accuracy_that_is_better_is_positive_and_repeatable():
     first, second = [1.0] * 60 + [0.0] * 40, [1.0] * 40 + [0.0] * 60
     d = stats.compare_accuracy(first, second)
