@@ -71,6 +71,7 @@ class ZayaRouter(nn.Module):
         """h [T, D], the layer before's state [T, R] -> logits [T, E + 1] fp32, this layer's state."""
         own = self.down_proj(h)
         if self.router_states_scale is not None:
+            assert state is not None
             own = own + state * self.router_states_scale
         return self.router_mlp(own), own
 
@@ -194,8 +195,9 @@ class ZayaModel(nn.Module):
         for layer in islice(self.layers, self.start_layer, self.end_layer):
             residual, state = layer(positions, residual, state)
         if not get_pp_group().is_last_rank:
+            assert state is not None
             return IntermediateTensors({"residual": residual, "router_state": state})
-        return self.norm(residual.to(self.norm.weight.dtype))
+        return self.norm(residual.to(self.input_hidden_states_scale.dtype))
 
 
 class ZayaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP):

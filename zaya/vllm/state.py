@@ -7,7 +7,7 @@ front of its tokens, and one pass serves prefill, chunked prefill and decode ali
 Shapes: T tokens, R requests, C = (H + G) d convolution channels, W = G d / 2 delayed channels.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -83,7 +83,7 @@ def mix(
     return mixed, before
 
 
-def requests_of(metadata, device: torch.device) -> Requests:
+def requests_of(metadata: Any, device: torch.device) -> Requests:
     """Requests of vLLM's short-convolution metadata: decodes first, one token each, then prefills."""
     decodes, prefills = metadata.num_decodes, metadata.num_prefills
     assert metadata.num_decode_tokens == decodes, "speculative decoding is not supported"
@@ -110,17 +110,19 @@ def _state(
     qk: torch.Tensor, delayed: torch.Tensor, mixed: torch.Tensor, before: torch.Tensor, layer_name: str
 ) -> None:
     """The op: finds its layer and this step's requests in vLLM's forward context. Rows of padding stay as they are."""
-    context = get_forward_context()
+    context: Any = get_forward_context()
     layer = context.no_compile_layers[layer_name]
     if context.attn_metadata is None:
-        requests, *state = _fresh(layer, qk, delayed)
+        requests, conv, value = _fresh(layer, qk, delayed)
         count = qk.shape[0]
     else:
         metadata = context.attn_metadata[layer_name]
-        requests, state = requests_of(metadata, qk.device), layer.kv_cache
+        requests, (conv, value) = requests_of(metadata, qk.device), layer.kv_cache
         count = metadata.num_decodes + metadata.num_prefill_tokens
     first = layer.first_delayed(delayed)
-    mixed[:count], before[:count] = mix(qk[:count], delayed[:count], first, layer.conv_weights(), *state, requests)
+    mixed[:count], before[:count] = mix(
+        qk[:count], delayed[:count], first, layer.conv_weights(), conv, value, requests
+    )
 
 
 def _state_fake(
