@@ -29,7 +29,7 @@ def run_checks(release: Release, bigram_margin_nats: float) -> list[Check]:
     name = release.baseline
     title = f"Held-out text: no worse than {name}" if name else "Held-out text: no worse than the baseline"
     checks.append(_against(release, name, title, even="even"))
-    return [*checks, _experts(release), _speed(release)]
+    return [*checks, _experts(release), _speed(release), _same_weights(release)]
 
 
 def verdict(checks: list[Check]) -> tuple[State, str]:
@@ -158,6 +158,16 @@ def _experts(release: Release) -> Check:
 def _idle(counts: list[list[int]]) -> Iterator[str]:
     for layer, row in enumerate(counts):
         yield from (f"layer {layer} expert {e}" for e, n in enumerate(row[:-1]) if n == 0)
+
+
+def _same_weights(release: Release) -> Check:
+    title, section = "Every number is of the same weights", "sources"
+    measured = [f for f in release.of("verify", "latency", "quality") if f.result.subject == release.ours]
+    digests = {f.result.subject_sha256 for f in measured}
+    if len(measured) < 2 or None in digests:
+        return Check(title, "missing", "not measured", section)
+    says = f"{len(measured)} results of {release.ours} have weights of {len(digests)} digest{'s' * (len(digests) > 1)}"
+    return Check(title, "pass" if len(digests) == 1 else "fail", says, section, tuple(f.number for f in measured))
 
 
 def _speed(release: Release) -> Check:

@@ -1,7 +1,6 @@
 """The page's sections but the scores: each takes a release and returns HTML, or says that it was not measured."""
 
 import math
-import re
 
 from leaderboards.charts import Bar, Series, bar_chart, both, heatmap, line_chart
 from leaderboards.checks import signed
@@ -148,11 +147,9 @@ LATENCIES = (("ttft", "Time to first token", "ms"), ("tpot", "Time per output to
 
 
 def latency(found: Found, what: str, quantile: str) -> float | None:
-    """The finite metric whose name holds `what`, a quantile such as p50, and ms, in any order."""
-    for m in found.result.metrics:
-        if math.isfinite(m.value) and {what, quantile, "ms"} <= set(re.split(r"[_\W]+", m.name)):
-            return m.value
-    return None
+    """A quantile of `what` (ttft, tpot, itl), ms; None where it was not measured or is not finite."""
+    value = found.value(f"{what}_ms_{quantile}")
+    return value if value is not None and math.isfinite(value) else None
 
 
 def loads(release: Release) -> list[tuple[int, str, Found]]:

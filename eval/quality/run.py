@@ -22,11 +22,11 @@ SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234,
 
 
 def weights_sha256(folder: Path) -> str:
-    """Digest of the weights: of the one safetensors file, or of the list of digests of several."""
+    """Digest of the weights: of the one safetensors file, or of the digests of several by name."""
     files = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file() or not files:
         raise UserError(f"{folder}: not a model folder (no config.json with *.safetensors); `zaya export` makes one")
-    return sha256_file(files[0]) if len(files) == 1 else sha256_json([sha256_file(f) for f in files])
+    return sha256_file(files[0]) if len(files) == 1 else sha256_json({f.name: sha256_file(f) for f in files})
 
 
 def bits_per_byte(nats: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:

@@ -36,7 +36,7 @@ def edit(path: Path, change) -> None:
 
 
 def test_a_good_release_is_ready(folder):
-    assert verdict(run_checks(collect([folder]), 0.7)) == ("pass", "Ready: all 8 checks passed")
+    assert verdict(run_checks(collect([folder]), 0.7)) == ("pass", "Ready: all 9 checks passed")
 
 
 def test_the_page_holds_every_section_and_every_measured_number(folder):
@@ -102,8 +102,17 @@ def test_bad_numbers_fail_their_check(tmp_path):
     release = collect([tmp_path])
     failed = {c.title for c in run_checks(release, BIGRAM - LOSS["zaya"] + 0.1) if c.state == "fail"}
     assert len(failed) == 5
-    assert verdict(run_checks(release, 2.0))[1] == "Not ready: 5 of 8 checks failed"
+    assert verdict(run_checks(release, 2.0))[1] == "Not ready: 5 of 9 checks failed"
     assert states(tmp_path)["training: Held-out loss at least 0.7 nats below a bigram model"] == "pass"
+
+
+def test_results_of_other_weights_fail(tmp_path):
+    make_release(tmp_path)
+    [verify] = (tmp_path / "verify").glob("*.json")
+    edit(verify, lambda r: setattr(r, "subject_sha256", "cd" * 32))
+    [failed] = [c for c in run_checks(collect([tmp_path]), 0.7) if c.state == "fail"]
+    assert failed.title == "Every number is of the same weights"
+    assert "2 digests" in failed.says
 
 
 def test_an_idle_expert_fails(tmp_path):
@@ -183,7 +192,7 @@ def test_the_command_writes_a_whole_folder_that_is_the_same_again(folder, tmp_pa
     build([folder], tmp_path / "board", "A title", as_json=True)
     answer = json.loads(capsys.readouterr().out)
     first = Path(answer["page"]).read_text()
-    assert answer["verdict"] == "Ready: all 8 checks passed"
+    assert answer["verdict"] == "Ready: all 9 checks passed"
     assert read_manifest(tmp_path / "board")["timings"].keys() == {"index.html"}
     build([folder], tmp_path / "board", "A title")
     assert Path(answer["page"]).read_text() == first

@@ -70,7 +70,7 @@ def test_the_page_opens_without_a_console_message_and_shows_every_section(folder
     assert console == []
     for anchor, name in SECTIONS.items():
         assert re.search(rf'<section id="{anchor}"[^>]*>\s*<h2>{name}</h2>', dom), anchor
-    assert "Ready: all 8 checks passed" in dom
+    assert "Ready: all 9 checks passed" in dom
 
 
 @pytest.mark.parametrize("width", [390, 820, 1280])
