@@ -1,4 +1,4 @@
-"""Balancing biases outside of our own trainer: pinning them for stock transformers, and moving them under its Trainer."""
+"""Balancing biases outside of our own trainer: pinned for stock transformers, and moved under its Trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from zaya.errors import UserError
 def pin_skip_bias(model_or_state: Any) -> None:
     """Shift each layer's balancing biases in place so that the last, the skip class's, is -1.
 
-    model_or_state: a model, or a mapping of names to tensors. The choice is argmax(p + bias), which a constant added to
-    every class does not change; stock transformers sets the last bias to -1 at every load, which then does nothing.
+    model_or_state: a model, or a mapping of names to tensors. The choice is argmax(p + bias), which a constant added
+    to every class does not change; stock transformers sets the last bias to -1 at every load, which then does nothing.
     """
     state = model_or_state if isinstance(model_or_state, Mapping) else model_or_state.state_dict()
     found = [tensor for name, tensor in state.items() if name.endswith("balancing_biases")]

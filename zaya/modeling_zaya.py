@@ -584,6 +584,12 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin):
         total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets, self.lm_head.bias)
         return total / ((targets != -100).sum() if num_items is None else num_items)
 
+    def count_parameters(self) -> tuple[int, int]:
+        """Parameters in all, and active per token: all but E - 1 experts of each layer. Works on the meta device."""
+        total = sum(p.numel() for p in self.parameters())
+        experts = sum(p.numel() for layer in self.model.layers for p in layer.mlp.experts.parameters())
+        return total, total - experts + experts // self.config.num_experts
+
     def pop_expert_counts(self) -> torch.Tensor:
         """See `ZayaModel.pop_expert_counts`."""
         return self.model.pop_expert_counts()
