@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from tests.training.conftest import finish, kill_group, start
 from training.checkpoint.reader import open_checkpoint
@@ -25,6 +26,12 @@ from training.run import make_trainer, summary, train
 from zaya.files import manifest_digest, read_manifest
 
 LONG = ["train.steps=60", "train.checkpoint_every=10"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator():
+    """Accelerate keeps one state per process; every test makes its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def zaya_train(recipe: Path, data: Path, out: Path, *more: str, **options):
@@ -176,7 +183,7 @@ def test_the_loss_is_over_the_valid_tokens_of_the_whole_step(tiny, tiny_data, mo
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
     record = trainer.train_step()
-    assert record["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert record["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert record["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
