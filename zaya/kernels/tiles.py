@@ -14,7 +14,9 @@ class Tile:
     """One product's tile: BM rows x BN columns, reduced BK at a time.
 
     `group` row tiles are walked before the next column tile. `split` is how many column parts of the accumulator pass
-    through the end of the kernel one after the other. `options` are the backend's own launch options.
+    through the end of the kernel one after the other; `flatten` lets the loads of the next tile start during it.
+    `wide` reads the gate and up weights of `up` as one operand. `per_sm` programs of a persistent schedule share a
+    multiprocessor. `options` are the backend's own launch options.
     """
 
     bm: int
@@ -26,12 +28,13 @@ class Tile:
     split: int = 1
     flatten: bool = False
     wide: bool = False
+    per_sm: int = 1
     options: Mapping[str, int] = field(default_factory=dict)
 
     def fit(self, n: int, k: int) -> "Tile":
         """The same tile with BN and BK lowered to divide a width of n and a reduction of k (multiples of 16)."""
         bn, bk = math.gcd(self.bn, n), math.gcd(self.bk, k)
-        return self if (bn, bk) == (self.bn, self.bk) else replace(self, bn=bn, bk=bk, split=1, wide=False)
+        return replace(self, bn=bn, bk=bk, split=self.split if bn == self.bn else 1)
 
     @property
     def launch(self) -> dict[str, int]:
@@ -44,7 +47,6 @@ class MoeTiles:
 
     Experts' rows start at multiples of `pad`, which every `bm` divides. With `tma`, operands are grouped copies read
     through tensor descriptors, else token rows are gathered by pointers. `persistent`: one program per multiprocessor.
-    `library` names the products that torch's grouped GEMM does instead, between our own prologue and epilogue.
     """
 
     tokens: float
@@ -56,49 +58,64 @@ class MoeTiles:
     dact: Tile
     dx: Tile
     dw: Tile
-    library: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """The decode kernels for up to `tokens` tokens; `vec` is vector arithmetic, one token at a time."""
+    """The decode kernels for up to `tokens` tokens.
+
+    `vec` is vector arithmetic, one token at a time. `pdl` starts the second kernel while the first still runs.
+    """
 
     tokens: int
     vec: bool
     bn_up: int
     bn_down: int
-    bk: int
+    bk_up: int
+    bk_down: int
     warps: int
     stages: int
+    pdl: bool = False
 
 
 _AMD = {"matrix_instr_nonkdim": 16, "waves_per_eu": 2}
 _HIP_SMALL = Tile(64, 64, 64, 4, 2, options=_AMD)
-_TINY = Tile(16, 16, 16, 4, 2, group=2, split=2)
+_TINY = Tile(16, 32, 32, 4, 2, group=2, split=2)
 
 MOE: dict[str, tuple[MoeTiles, ...]] = {
     "cuda": (
         MoeTiles(
-            1024, 64, True, True,
-            up=Tile(64, 64, 128, 4, 4),
-            down=Tile(64, 128, 128, 4, 4),
-            dact=Tile(64, 128, 64, 4, 4, split=2),
-            dx=Tile(64, 128, 64, 4, 4),
-            dw=Tile(128, 256, 64, 8, 3, split=2),
+            2048, 64, True, True,
+            up=Tile(64, 128, 64, 8, 4, wide=True),
+            down=Tile(64, 128, 64, 4, 4, flatten=True, per_sm=2),
+            dact=Tile(64, 128, 64, 4, 4, split=2, per_sm=2),
+            dx=Tile(64, 256, 64, 4, 4, split=2),
+            dw=Tile(128, 128, 64, 4, 3, group=8, split=2, per_sm=2),
         ),
         MoeTiles(
             math.inf, 128, True, True,
-            up=Tile(128, 128, 64, 8, 3),
-            down=Tile(128, 256, 64, 8, 3, split=2),
-            dact=Tile(128, 128, 64, 8, 4, split=2),
-            dx=Tile(128, 256, 64, 8, 3, split=2),
-            dw=Tile(128, 256, 64, 8, 3, split=2),
+            up=Tile(128, 128, 64, 8, 3, group=4, flatten=True, wide=True),
+            down=Tile(128, 256, 64, 8, 3, group=8, split=2, flatten=True),
+            dact=Tile(128, 128, 64, 8, 4, group=4, split=2, flatten=True),
+            dx=Tile(128, 256, 64, 8, 3, group=4, split=2, flatten=True),
+            dw=Tile(128, 256, 64, 8, 3, group=4, split=2, flatten=True),
         ),
     ),
     "hip": (
         MoeTiles(
             4096, 64, False, False, up=_HIP_SMALL, down=_HIP_SMALL, dact=_HIP_SMALL, dx=_HIP_SMALL,
             dw=Tile(128, 128, 64, 8, 2, options=_AMD),
+        ),
+        MoeTiles(
+            16384,
+            128,
+            False,
+            False,
+            up=Tile(128, 128, 64, 8, 2, options=_AMD),
+            down=Tile(128, 128, 64, 8, 2, options=_AMD),
+            dact=Tile(128, 128, 64, 8, 2, split=2, options=_AMD),
+            dx=Tile(128, 128, 64, 8, 2, options=_AMD),
+            dw=Tile(256, 128, 64, 8, 2, options=_AMD),
         ),
         MoeTiles(
             math.inf, 256, False, False,
@@ -110,14 +127,17 @@ MOE: dict[str, tuple[MoeTiles, ...]] = {
         ),
     ),
     "interpreter": (
-        MoeTiles(math.inf, 32, True, True, up=_TINY, down=_TINY, dact=replace(_TINY, bn=32, split=4), dx=_TINY, dw=_TINY),
+        MoeTiles(math.inf, 32, True, True, up=_TINY, down=_TINY, dact=replace(_TINY, split=4), dx=_TINY, dw=_TINY),
     ),
 }  # fmt: skip
 
 MOE_DECODE: dict[str, tuple[DecodeTile, ...]] = {
-    "cuda": (DecodeTile(4, True, 8, 8, 512, 4, 2), DecodeTile(64, False, 16, 16, 256, 4, 4)),
-    "hip": (DecodeTile(4, True, 8, 8, 512, 4, 2), DecodeTile(64, False, 16, 16, 256, 4, 2)),
-    "interpreter": (DecodeTile(4, True, 16, 16, 32, 4, 2), DecodeTile(64, False, 16, 16, 32, 4, 2)),
+    "cuda": (
+        DecodeTile(2, True, 4, 4, 512, 2048, 4, 4, pdl=True),
+        DecodeTile(128, False, 32, 64, 128, 128, 4, 4, pdl=True),
+    ),
+    "hip": (DecodeTile(2, True, 8, 8, 512, 512, 4, 2), DecodeTile(64, False, 16, 16, 128, 128, 4, 2)),
+    "interpreter": (DecodeTile(4, True, 16, 16, 32, 32, 4, 2), DecodeTile(64, False, 16, 16, 32, 32, 4, 2)),
 }
 
 

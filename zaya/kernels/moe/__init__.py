@@ -1,5 +1,5 @@
-"""`moe`: top-1 mixture of experts with a skip class. The mathematics is in reference.py, the kernels in triton.py
-(grouped products), decode.py (a few tokens), permute.py (rows by expert) and elementwise.py, the launches in ops.py."""
+"""`moe`: top-1 mixture of experts with a skip class. The mathematics is in reference.py; the kernels are in triton.py
+(grouped products), decode.py (a few tokens) and permute.py (rows by expert), their launches in ops.py."""
 
 from zaya.kernels import log_once, pick_backend
 from zaya.kernels.moe.reference import moe_reference

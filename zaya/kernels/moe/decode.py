@@ -3,12 +3,13 @@
 No permutation: program (column block, j) takes the j-th expert that has a token, finds that expert's tokens in the ids
 by itself, and streams its panel of weights once. One launch per product, and no row is padded or copied. Nothing is
 split over the reduction, so sums have one order; the columns alone give enough programs to keep every multiprocessor
-reading. VEC multiplies each token with the panel in fp32 vector arithmetic instead of 16-row matrix tiles: for 1 to 4
-tokens.
+reading. With PDL (CUDA only) the second kernel starts while the first runs, and reads weights until it must wait. VEC
+multiplies one token at a time with the panel in fp32 vector arithmetic instead of 16-row matrix tiles.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from zaya.kernels.moe.triton import _dot
 
@@ -17,11 +18,17 @@ from zaya.kernels.moe.triton import _dot
 def _pick_expert(ids_ptr, T, j, E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr):
     """(class of each token, the j-th expert with a token, whether there is one)."""
     t = tl.arange(0, T_PAD)
-    e = tl.arange(0, E_PAD)
     ids = tl.load(ids_ptr + t, mask=t < T, other=E).to(tl.int32)
-    used = tl.max(((ids[:, None] == e[None, :]) & (e < E)[None, :]).to(tl.int32), 0)
-    hit = (used > 0) & (tl.cumsum(used, 0) - used == j)
-    return ids, tl.sum(tl.where(hit, e, 0), 0), tl.sum(hit.to(tl.int32), 0) > 0
+    if T_PAD == 1:
+        expert = tl.sum(ids, 0)
+        found = (expert >= 0) & (expert < E)
+    else:
+        e = tl.arange(0, E_PAD)
+        used = tl.max(((ids[:, None] == e[None, :]) & (e < E)[None, :]).to(tl.int32), 0)
+        hit = (used > 0) & (tl.cumsum(used, 0) - used == j)
+        expert = tl.sum(tl.where(hit, e, 0), 0)
+        found = tl.sum(hit.to(tl.int32), 0) > 0
+    return ids, expert, found
 
 
 @triton.jit
@@ -36,27 +43,61 @@ def _nth_tokens(ids, expert, m0, BM: tl.constexpr, T_PAD: tl.constexpr):
 
 
 @triton.jit
-def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, stride_a):
-    """[BM, BN] = a[token] W^T over the BN weight rows at w."""
+def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    """[BM, BN] = a[token] W^T over the BN weight rows at w, for a [T, K] that the kernel before this one writes."""
     k = tl.arange(0, BK)
     n = tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
+    if PDL:
+        gdc_wait()
     for k0 in range(0, K, BK):
-        rows = tl.load(a + token[:, None] * stride_a + k0 + k[None, :], mask=live[:, None], other=0.0)
+        rows = tl.load(a + token[:, None] * K + k0 + k[None, :], mask=live[:, None], other=0.0)
         acc = _dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), acc)
     return acc
 
 
 @triton.jit
-def _panel_vec(a, w, K, BN: tl.constexpr, BK: tl.constexpr):
-    """[BN] = W a over the BN weight rows at w, for the one row at a."""
+def _panel_vec(a, w, K, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    """[BN] = W a over the BN weight rows at w, for the one row at a, which the kernel before this one writes."""
+    k = tl.arange(0, BK)
+    at = tl.arange(0, BN)[:, None] * K + k[None, :]
+    panel = tl.load(w + at)  # before the wait: weights do not depend on the kernel before
+    if PDL:
+        gdc_wait()
+    acc = panel.to(tl.float32) * tl.load(a + k).to(tl.float32)[None, :]
+    for k0 in range(BK, K, BK):
+        acc += tl.load(w + at + k0).to(tl.float32) * tl.load(a + k0 + k).to(tl.float32)[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def _panels_vec(a, w, v, K, BN: tl.constexpr, BK: tl.constexpr):
+    """(W a, V a), both panels read in one loop: twice the loads in flight."""
     k = tl.arange(0, BK)
     n = tl.arange(0, BN)
-    acc = tl.zeros((BN, BK), tl.float32)
+    left = tl.zeros((BN, BK), tl.float32)
+    right = tl.zeros((BN, BK), tl.float32)
     for k0 in range(0, K, BK):
+        at = n[:, None] * K + k0 + k[None, :]
+        first = tl.load(w + at)
+        second = tl.load(v + at)
         row = tl.load(a + k0 + k).to(tl.float32)[None, :]
-        acc += tl.load(w + n[:, None] * K + k0 + k[None, :]).to(tl.float32) * row
-    return tl.sum(acc, 1)
+        left += first.to(tl.float32) * row
+        right += second.to(tl.float32) * row
+    return tl.sum(left, 1), tl.sum(right, 1)
+
+
+@triton.jit
+def _panels(a, w, v, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, stride_a):
+    k = tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    left = tl.zeros((BM, BN), tl.float32)
+    right = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        rows = tl.load(a + token[:, None] * stride_a + k0 + k[None, :], mask=live[:, None], other=0.0)
+        left = _dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), left)
+        right = _dot(rows, tl.load(v + n[None, :] * K + k0 + k[:, None]), right)
+    return left, right
 
 
 @triton.jit
@@ -76,7 +117,10 @@ def moe_decode_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     VEC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     ids, expert, found = _pick_expert(ids_ptr, T, tl.program_id(1), E, E_PAD, T_PAD)
     if found:
         n0 = tl.program_id(0) * BN
@@ -87,13 +131,11 @@ def moe_decode_up_kernel(
             token, live = _nth_tokens(ids, expert, m0, BM, T_PAD)
             if VEC:
                 one = tl.sum(tl.where(tl.arange(0, BM) == 0, token, 0), 0).to(tl.int64)
-                gate = _panel_vec(x_ptr + one * stride_x, w, D, BN, BK)
-                up = _panel_vec(x_ptr + one * stride_x, w + F.to(tl.int64) * D, D, BN, BK)
+                gate, up = _panels_vec(x_ptr + one * stride_x, w, w + F.to(tl.int64) * D, D, BN, BK)
                 tl.store(act_ptr + one * F + n, (gate * tl.sigmoid(gate) * up).to(act_ptr.dtype.element_ty))
             else:
                 token = token.to(tl.int64)
-                gate = _panel(x_ptr, w, D, token, live, BM, BN, BK, stride_x)
-                up = _panel(x_ptr, w + F.to(tl.int64) * D, D, token, live, BM, BN, BK, stride_x)
+                gate, up = _panels(x_ptr, w, w + F.to(tl.int64) * D, D, token, live, BM, BN, BK, stride_x)
                 y = (gate * tl.sigmoid(gate) * up).to(act_ptr.dtype.element_ty)
                 tl.store(act_ptr + token[:, None] * F + n[None, :], y, mask=live[:, None])
 
@@ -115,6 +157,7 @@ def moe_decode_down_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     VEC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     ids, expert, found = _pick_expert(ids_ptr, T, tl.program_id(1), E, E_PAD, T_PAD)
     n0 = tl.program_id(0) * BN
@@ -122,6 +165,8 @@ def moe_decode_down_kernel(
     if tl.program_id(1) == 0:
         t = tl.arange(0, T_PAD)
         idle = (t < T) & ((ids < 0) | (ids >= E))
+        if PDL:
+            gdc_wait()
         zero = tl.zeros((T_PAD, BN), out_ptr.dtype.element_ty)
         tl.store(out_ptr + t.to(tl.int64)[:, None] * D + n[None, :], zero, mask=idle[:, None])
     if found:
@@ -131,10 +176,10 @@ def moe_decode_down_kernel(
             token, live = _nth_tokens(ids, expert, m0, BM, T_PAD)
             if VEC:
                 one = tl.sum(tl.where(tl.arange(0, BM) == 0, token, 0), 0).to(tl.int64)
-                y = _panel_vec(act_ptr + one * F, w, F, BN, BK) * tl.load(weight_ptr + one).to(tl.float32)
+                y = _panel_vec(act_ptr + one * F, w, F, BN, BK, PDL) * tl.load(weight_ptr + one).to(tl.float32)
                 tl.store(out_ptr + one * D + n, y.to(out_ptr.dtype.element_ty))
             else:
                 token = token.to(tl.int64)
                 p = tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)
-                y = _panel(act_ptr, w, F, token, live, BM, BN, BK, F) * p[:, None]
+                y = _panel(act_ptr, w, F, token, live, BM, BN, BK, PDL) * p[:, None]
                 tl.store(out_ptr + token[:, None] * D + n[None, :], y.to(out_ptr.dtype.element_ty), mask=live[:, None])

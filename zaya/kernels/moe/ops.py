@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from zaya.errors import UserError
 from zaya.kernels import tiles
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
-from zaya.kernels.moe.elementwise import combine, swiglu, swiglu_gradient, weight_gradient
 
 Tensor = torch.Tensor
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -48,10 +48,11 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
-def _grid(table: tiles.MoeTiles, tile_count: int, x: Tensor) -> tuple[int]:
-    if not table.persistent or x.device.type == "cpu":
-        return (max(min(tile_count, 7) if x.device.type == "cpu" else tile_count, 1),)
-    return (max(min(tile_count, torch.cuda.get_device_properties(x.device).multi_processor_count), 1),)
+def _grid(table: tiles.MoeTiles, tile: tiles.Tile, tile_count: int, x: Tensor) -> tuple[int]:
+    if not table.persistent:
+        return (max(tile_count, 1),)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.device.type == "cuda" else 7
+    return (max(min(tile_count, processors * tile.per_sm), 1),)
 
 
 def _operand(table: tiles.MoeTiles, t: Tensor, block: list[int]) -> Any:
@@ -62,7 +63,7 @@ def _common(tile: tiles.Tile, offs: Tensor, table: tiles.MoeTiles) -> dict[str, 
     num_experts = offs.numel() - 2
     shape = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": tile.group, "TMA": table.tma}
     return shape | {
-        "E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "FLATTEN": tile.flatten, "WS": False,
+        "E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "FLATTEN": tile.flatten,
     } | tile.launch  # fmt: skip
 
 
@@ -71,7 +72,7 @@ def _up(table, x, w, pre, act, rows, offs, save):
     tile = table.up.fit(hidden, width)
     out = [tile.bm, tile.bn]
     weight = w.view(-1, 2, hidden, width) if tile.wide else w.view(-1, width)
-    kernels.moe_up_kernel[_grid(table, rows.numel() // tile.bm * (hidden // tile.bn), x)](
+    kernels.moe_up_kernel[_grid(table, tile, rows.numel() // tile.bm * (hidden // tile.bn), x)](
         _operand(table, x, [tile.bm, tile.bk]),
         _operand(table, weight, [1, 2, tile.bn, tile.bk] if tile.wide else [tile.bn, tile.bk]),
         _operand(table, pre, out) if save else _operand(table, act, out), _operand(table, act, out), rows, offs,
@@ -83,7 +84,7 @@ def _rows(table, tile, a, w, out, weights, rows, offs, nt):
     """out[token] = weight * a W^T (nt) or a W, per expert, for the routed tokens."""
     k, n = a.shape[1], out.shape[1]
     tile = tile.fit(n, k)
-    kernels.moe_rows_kernel[_grid(table, rows.numel() // tile.bm * (n // tile.bn), a)](
+    kernels.moe_rows_kernel[_grid(table, tile, rows.numel() // tile.bm * (n // tile.bn), a)](
         _operand(table, a, [tile.bm, tile.bk]),
         _operand(table, w.view(-1, w.shape[2]), [tile.bn, tile.bk] if nt else [tile.bk, tile.bn]),
         out, weights if weights is not None else out, rows, offs, k, n,
@@ -96,12 +97,10 @@ def _dact(table, dy, w, pre, dpre, act, weights, rows, offs):
     width, hidden = w.shape[1], w.shape[2]
     tile = table.dact.fit(hidden, width)
     parts = torch.empty(hidden // tile.bn, rows.numel(), dtype=torch.float32, device=dy.device)
-    block = [tile.bm, tile.bn // tile.split]
-    kernels.moe_dact_kernel[_grid(table, rows.numel() // tile.bm * (hidden // tile.bn), dy)](
+    kernels.moe_dact_kernel[_grid(table, tile, rows.numel() // tile.bm * (hidden // tile.bn), dy)](
         _operand(table, dy, [tile.bm, tile.bk]), _operand(table, w.view(-1, hidden), [tile.bk, tile.bn]),
-        _operand(table, pre, block), _operand(table, dpre, block), _operand(table, act, block), parts, weights, rows,
-        offs, width, hidden, rows.numel(), dy.stride(0), SUB=tile.split, DTYPE=DTYPES[dy.dtype],
-        **_common(tile, offs, table),
+        pre, dpre, act, parts, weights, rows, offs, width, hidden, rows.numel(), dy.stride(0),
+        SUB=tile.split, DTYPE=DTYPES[dy.dtype], **_common(tile, offs, table),
     )  # fmt: skip
     return parts
 
@@ -110,19 +109,23 @@ def _dw(table, a, b, out, rows, offs, a_tokens=False, b_tokens=False, add=False)
     """out[e] (+)= a_e^T b_e."""
     m, n = out.shape[1:]
     tile = table.dw.fit(n, table.dw.bk)
+    assert table.pad % tile.bk == 0, "a step over the rows would run into the next expert"
     bm = min(tile.bm, m & -m)
     shared = _common(tile, offs, table)
     del shared["E_PAD"], shared["BK"]
-    kernels.moe_dw_kernel[_grid(table, out.shape[0] * (m // bm) * (n // tile.bn), a)](
+    kernels.moe_dw_kernel[_grid(table, tile, out.shape[0] * (m // bm) * (n // tile.bn), a)](
         _operand(table, a, [tile.bk, bm]), _operand(table, b, [tile.bk, tile.bn]), out, rows, offs, m, n,
         a.stride(0), b.stride(0), A_TOKENS=a_tokens, B_TOKENS=b_tokens, ADD=add, SPLIT=tile.split > 1,
         **(shared | {"BM": bm, "BT": tile.bk}),
     )  # fmt: skip
 
 
-def _grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """torch's grouped GEMM over the padded groups. It leaves the rows past the last group unwritten."""
-    return torch._grouped_mm(a, b, offs=offs[1:-1])
+def _weight_sums(parts: Tensor, slot: Tensor) -> Tensor:
+    """[T] fp32: the gradient of the gate weights from its partial sums [parts, R] in expert order."""
+    out = torch.empty(slot.shape[0], dtype=torch.float32, device=parts.device)
+    grid = (max(triton.cdiv(slot.shape[0], 256), 1),)
+    kernels.moe_weight_sums_kernel[grid](parts, slot, out, slot.shape[0], parts.shape[1], parts.shape[0], BT=256)
+    return out
 
 
 @torch.library.custom_op("zaya::moe_forward", mutates_args=())
@@ -136,21 +139,12 @@ def moe_forward(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     with _on(x):
         rows, slot, offs = permute.permutation(ids, num_experts, table.pad)
-        copies = table.tma or "up" in table.library
-        grouped, _ = permute.gather(x if copies else None, None, y, rows, offs)
-        source = grouped if copies else x
+        grouped, _ = permute.gather(x if table.tma else None, None, y, rows, offs)
+        pre = x.new_empty(rows.numel() if save else 0, double)
         act = x.new_empty(rows.numel(), double // 2)
-        pre = x.new_empty(rows.numel() if save or "up" in table.library else 0, double)
-        if "up" in table.library:
-            pre = _grouped(source, gate_up_proj.transpose(1, 2), offs)
-            swiglu(pre, act, offs)
-        else:
-            _up(table, source, gate_up_proj, pre, act, rows, offs, save)
-        if "down" in table.library:
-            combine(_grouped(act, down_proj.transpose(1, 2), offs), weights, slot, y)
-        else:
-            _rows(table, table.down, act, down_proj, y, weights, rows, offs, nt=True)
-    return y, pre if save else pre.new_empty(0, double), rows, slot, offs
+        _up(table, x if grouped is None else grouped, gate_up_proj, pre, act, rows, offs, save)
+        _rows(table, table.down, act, down_proj, y, weights, rows, offs, nt=True)
+    return y, pre, rows, slot, offs
 
 
 @moe_forward.register_fake
@@ -175,17 +169,19 @@ def moe_decode(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, 
     tokens, (num_experts, width, hidden) = x.shape[0], down_proj.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     act = x.new_empty(tokens, hidden)
-    shape = {"E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "VEC": tile.vec, "BM": 16}
-    shape |= {"T_PAD": max(triton.next_power_of_2(tokens), 16), "num_warps": tile.warps, "num_stages": tile.stages}
-    bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk, width)
+    pdl = {"launch_pdl": True} if tile.pdl else {}
+    shape = {"E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "VEC": tile.vec, "PDL": tile.pdl}
+    shape |= {"BM": 1 if tile.vec else 16, "T_PAD": triton.next_power_of_2(max(tokens, 1))}
+    shape |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk_up, width)
     slots = max(min(tokens, num_experts), 1)
     with _on(x):
         decode.moe_decode_up_kernel[(hidden // bn, slots)](
             x, gate_up_proj, act, ids, tokens, width, hidden, x.stride(0), BN=bn, BK=bk, **shape
         )
-        bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk, hidden)
+        bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk_down, hidden)
         decode.moe_decode_down_kernel[(width // bn, slots)](
-            act, down_proj, y, weights, ids, tokens, width, hidden, BN=bn, BK=bk, **shape
+            act, down_proj, y, weights, ids, tokens, width, hidden, BN=bn, BK=bk, **shape, **pdl
         )
     return y
 
@@ -210,29 +206,22 @@ def moe_backward(
     dpre = torch.empty_like(pre)
     act = x.new_empty(rows.numel(), pre.shape[1] // 2)
     with _on(x):
-        copies = table.tma or bool(table.library)
         zero = dx if need_x else torch.empty_like(dy)
-        gdy, gx = permute.gather(dy if copies else None, x if copies and need_w else None, zero, rows, offs)
-        if "dact" in table.library:
-            parts = swiglu_gradient(_grouped(gdy, down_proj, offs), pre, dpre, act, weights, rows, offs)
-        else:
-            parts = _dact(table, gdy if copies else dy, down_proj, pre, dpre, act, weights, rows, offs)
-        dweights = weight_gradient(parts, slot)
-        if need_x and "dx" in table.library:
-            combine(_grouped(dpre, gate_up_proj, offs), None, slot, dx)
-        elif need_x:
+        gdy, gx = permute.gather(dy if table.tma else None, x if table.tma and need_w else None, zero, rows, offs)
+        left, right = (gdy, gx) if table.tma else (dy, x)
+        parts = _dact(table, left, down_proj, pre, dpre, act, weights, rows, offs)
+        dweights = _weight_sums(parts, slot)
+        if need_x:
             _rows(table, table.dx, dpre, gate_up_proj, dx, None, rows, offs, nt=False)
-        dw1 = dw2 = x.new_empty(0)
+        dw1, dw2 = x.new_empty(0), x.new_empty(0)
         if need_w:
-            sides = (dpre, gx if copies else x), (gdy if copies else dy, act)
-            dw1 = _weight_gradient(table, *sides[0], gate_up_proj, main_gate_up, rows, offs, False, not copies)
-            dw2 = _weight_gradient(table, *sides[1], down_proj, main_down, rows, offs, not copies, False)
+            dw1 = _weight_gradient(table, dpre, right, gate_up_proj, main_gate_up, rows, offs, b_tokens=not table.tma)
+            dw2 = _weight_gradient(table, left, act, down_proj, main_down, rows, offs, a_tokens=not table.tma)
     return dx, dw1, dw2, dweights
 
 
-def _weight_gradient(table, a, b, weight, main, rows, offs, a_tokens, b_tokens):
-    if main is None and "dw" in table.library:
-        return _grouped(a.t(), b, offs)
+def _weight_gradient(table, a, b, weight, main, rows, offs, a_tokens=False, b_tokens=False):
+    """The gradient of a weight, or nothing when it was added into `main`."""
     out = torch.empty_like(weight, memory_format=torch.contiguous_format) if main is None else main
     _dw(table, a, b, out, rows, offs, a_tokens, b_tokens, add=main is not None)
     return out if main is None else weight.new_empty(0)
@@ -250,15 +239,20 @@ def _setup_context(ctx, inputs, output):
     x, gate_up_proj, down_proj, _, weights, _, main_gate_up, main_down = inputs
     _, pre, rows, slot, offs = output
     ctx.mark_non_differentiable(pre, rows, slot, offs)
+    ctx.set_materialize_grads(False)  # else the buffers that have no gradient get zeros of their size
     ctx.mains = main_gate_up, main_down
     ctx.save_for_backward(x, gate_up_proj, down_proj, weights, pre, rows, slot, offs)
 
 
 def _backward(ctx, dy, *_):
+    if dy is None:
+        return (None,) * 8
     x, gate_up_proj, down_proj, weights, *saved = ctx.saved_tensors
     need_x, need_1, need_2, _, need_p = ctx.needs_input_grad[:5]
     dy = dy if dy.stride(1) == 1 and dy.dtype == x.dtype else dy.to(x.dtype).contiguous()
-    dx, dw1, dw2, dp = moe_backward(dy, x, gate_up_proj, down_proj, weights, *saved, need_x, need_1 or need_2, *ctx.mains)
+    dx, dw1, dw2, dp = moe_backward(
+        dy, x, gate_up_proj, down_proj, weights, *saved, need_x, need_1 or need_2, *ctx.mains
+    )
     dw1 = dw1 if need_1 and ctx.mains[0] is None else None
     dw2 = dw2 if need_2 and ctx.mains[1] is None else None
     return dx if need_x else None, dw1, dw2, None, dp.to(weights.dtype) if need_p else None, None, None, None
@@ -282,6 +276,7 @@ def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights):
 def _main_gradient(parameter: Tensor) -> Tensor | None:
     """The fp32 tensor to add this parameter's gradient into, when training has put one on it (see `moe`)."""
     main = getattr(parameter, "main_grad", None)
-    if main is not None and (main.dtype != torch.float32 or main.shape != parameter.shape or not main.is_contiguous()):
-        raise ValueError(f"main_grad must be contiguous float32 of shape {tuple(parameter.shape)}; got {main.dtype}, {tuple(main.shape)}")
-    return main
+    if main is None or (main.dtype == torch.float32 and main.shape == parameter.shape and main.is_contiguous()):
+        return main
+    found = f"{main.dtype} of shape {tuple(main.shape)}"
+    raise UserError(f"main_grad must be contiguous float32 of shape {tuple(parameter.shape)}; it is {found}")

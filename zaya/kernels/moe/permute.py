@@ -1,7 +1,7 @@
 """Group tokens by expert without a sort, and move rows between token order and expert order.
 
-Layout. Expert e owns the rows [offs[e], offs[e + 1]) of every grouped buffer, `offs` being multiples of the tile height
-PAD; the rows after its last token are padding. After offs[E] come the skipped tokens, which no product ever reads.
+Layout. Expert e owns the rows [offs[e], offs[e + 1]) of every grouped buffer, `offs` being multiples of the tile
+height PAD; the rows after its last token are padding. After offs[E] come the skipped tokens, which no product reads.
 
     rows [R_max] int32   >= 0: the token of this row;  -1: padding;  <= -2: skipped token -2 - rows[r]
     slot [T]     int32   the row of a token, or -1 for a skipped one
@@ -9,6 +9,8 @@ PAD; the rows after its last token are padding. After offs[E] come the skipped t
 
 Tokens keep their order inside an expert, there are no atomics, and the host reads nothing.
 """
+
+import functools
 
 import torch
 import triton
@@ -145,16 +147,18 @@ def max_rows(tokens: int, num_experts: int, pad: int) -> int:
     return triton.cdiv(tokens + num_experts * (pad - 1), pad) * pad
 
 
-def permutation(expert_ids: torch.Tensor, num_experts: int, pad: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def permutation(
+    expert_ids: torch.Tensor, num_experts: int, pad: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """expert_ids [T] of classes 0..E -> (rows [R_max], slot [T], offs [E + 2]), int32; see the top of this file."""
     (tokens,) = expert_ids.shape
-    kind = {"dtype": torch.int32, "device": expert_ids.device}
-    rows = torch.empty(max_rows(tokens, num_experts, pad), **kind)
-    slot = torch.empty(tokens, **kind)
-    offs = torch.empty(num_experts + 2, **kind)
+    ints = functools.partial(torch.empty, dtype=torch.int32, device=expert_ids.device)
+    rows = ints(max_rows(tokens, num_experts, pad))
+    slot = ints(tokens)
+    offs = ints(num_experts + 2)
     e_pad = triton.next_power_of_2(num_experts + 1)
     blocks = max(triton.cdiv(tokens, BLOCK), 1)
-    counts = torch.empty(blocks, e_pad, **kind) if blocks > 1 else offs
+    counts = ints(blocks, e_pad) if blocks > 1 else offs
     shape = {"E": num_experts, "E_PAD": e_pad, "BLOCK": BLOCK}
     if blocks > 1:
         moe_count_kernel[(blocks,)](expert_ids, counts, tokens, **shape)

@@ -1,8 +1,8 @@
 """The expert products in Triton, on rows grouped by expert (permute.py). One source for ROCm and CUDA.
 
 The constexpr TMA says how operands are read: tensor descriptors over grouped copies (CUDA), or pointers that gather
-token rows on the way (ROCm, and any shape that a descriptor does not take). Every kernel walks its tiles with a stride of
-its grid, so a grid of one program per multiprocessor is a persistent schedule and a larger one is an ordinary launch.
+token rows on the way (ROCm). Every kernel walks its tiles with a stride of its grid, so a grid of one program per
+multiprocessor is a persistent schedule and a larger one is an ordinary launch.
 Tiles go down the rows of an expert first, so that neighbours in time share a panel of weights in L2.
 """
 
@@ -10,6 +10,8 @@ import os
 
 import triton
 import triton.language as tl
+
+from zaya.kernels.aot import AotVariant
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
@@ -110,11 +112,10 @@ def moe_up_kernel(
     SAVE: tl.constexpr,
     DTYPE: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WS: tl.constexpr,
 ):
     row_tiles = tl.load(offs_ptr + E) // BM
     tiles = row_tiles * (F // BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         m, c = _tile_at(tile, row_tiles, F // BN, GROUP)
         r0 = m * BM
         n0 = c * BN
@@ -160,12 +161,11 @@ def moe_rows_kernel(
     WEIGHTED: tl.constexpr,
     SPLIT: tl.constexpr,  # column halves stored one after the other
     FLATTEN: tl.constexpr,
-    WS: tl.constexpr,
 ):
     """out[token of r] = weight * a[r] W_e^T (NT) or a[r] W_e: the down projection, and the gradient of the input."""
     row_tiles = tl.load(offs_ptr + E) // BM
     tiles = row_tiles * (N // BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         m, c = _tile_at(tile, row_tiles, N // BN, GROUP)
         r0 = m * BM
         n0 = c * BN
@@ -189,24 +189,23 @@ def moe_rows_kernel(
 
 
 @triton.jit
-def _swiglu_gradient(g, pre, dpre, act, r0, n0, F, weight, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                     TMA: tl.constexpr):  # fmt: skip
+def _swiglu_gradient(
+    g, pre, dpre, act, r0, n0, F, weight, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """From g = d(out)/d(weight * act): stores the gradients of gate and up, and weight * act; returns sum(g * act)."""
-    if TMA:
-        gate = pre.load([r0, n0]).to(tl.float32)
-        up = pre.load([r0, F + n0]).to(tl.float32)
-    else:
-        at = pre + (r0 + tl.arange(0, BM)).to(tl.int64)[:, None] * (2 * F) + n0 + tl.arange(0, BN)[None, :]
-        gate = tl.load(at).to(tl.float32)
-        up = tl.load(at + F).to(tl.float32)
+    r = (r0 + tl.arange(0, BM)).to(tl.int64)[:, None]
+    n = n0 + tl.arange(0, BN)[None, :]
+    wide = r * (2 * F) + n
+    gate = tl.load(pre + wide).to(tl.float32)
+    up = tl.load(pre + wide + F).to(tl.float32)
     s = tl.sigmoid(gate)
     silu = gate * s
     hidden = silu * up
     part = tl.sum(g * hidden, 1)
-    _store_tile(act, r0, n0, F, (hidden * weight).to(DTYPE), BM, BN, TMA)
+    tl.store(act + r * F + n, (hidden * weight).to(DTYPE))
     g = g * weight
-    _store_tile(dpre, r0, F + n0, 2 * F, (g * silu).to(DTYPE), BM, BN, TMA)
-    _store_tile(dpre, r0, n0, 2 * F, (g * up * (s + silu * (1.0 - s))).to(DTYPE), BM, BN, TMA)
+    tl.store(dpre + wide + F, (g * silu).to(DTYPE))
+    tl.store(dpre + wide, (g * up * (s + silu * (1.0 - s))).to(DTYPE))
     return part
 
 
@@ -235,11 +234,10 @@ def moe_dact_kernel(
     SUB: tl.constexpr,  # 1, 2 or 4 column parts of the tile go through the activation one after the other
     DTYPE: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WS: tl.constexpr,
 ):
     row_tiles = tl.load(offs_ptr + E) // BM
     tiles = row_tiles * (F // BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         m, c = _tile_at(tile, row_tiles, F // BN, GROUP)
         r0 = m * BM
         n0 = c * BN
@@ -252,21 +250,21 @@ def moe_dact_kernel(
         token, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
         p = tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)[:, None]
         if SUB == 1:
-            total = _swiglu_gradient(acc, pre, dpre, act, r0, n0, F, p, DTYPE, BM, BN, TMA)
+            total = _swiglu_gradient(acc, pre, dpre, act, r0, n0, F, p, DTYPE, BM, BN)
         else:
             H: tl.constexpr = BN // 2
             a, b = _halves(acc, BM, BN)
             if SUB == 2:
-                total = _swiglu_gradient(a, pre, dpre, act, r0, n0, F, p, DTYPE, BM, H, TMA)
-                total += _swiglu_gradient(b, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, H, TMA)
+                total = _swiglu_gradient(a, pre, dpre, act, r0, n0, F, p, DTYPE, BM, H)
+                total += _swiglu_gradient(b, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, H)
             else:
                 Q: tl.constexpr = BN // 4
                 aa, ab = _halves(a, BM, H)
-                total = _swiglu_gradient(aa, pre, dpre, act, r0, n0, F, p, DTYPE, BM, Q, TMA)
-                total += _swiglu_gradient(ab, pre, dpre, act, r0, n0 + Q, F, p, DTYPE, BM, Q, TMA)
+                total = _swiglu_gradient(aa, pre, dpre, act, r0, n0, F, p, DTYPE, BM, Q)
+                total += _swiglu_gradient(ab, pre, dpre, act, r0, n0 + Q, F, p, DTYPE, BM, Q)
                 ba, bb = _halves(b, BM, H)
-                total += _swiglu_gradient(ba, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, Q, TMA)
-                total += _swiglu_gradient(bb, pre, dpre, act, r0, n0 + H + Q, F, p, DTYPE, BM, Q, TMA)
+                total += _swiglu_gradient(ba, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, Q)
+                total += _swiglu_gradient(bb, pre, dpre, act, r0, n0 + H + Q, F, p, DTYPE, BM, Q)
         tl.store(parts_ptr + c.to(tl.int64) * R + r0 + tl.arange(0, BM), total)
 
 
@@ -292,11 +290,10 @@ def moe_dw_kernel(
     ADD: tl.constexpr,
     SPLIT: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WS: tl.constexpr,
 ):
     """dW[e] = sum over the rows of expert e of a[r]^T b[r]. An expert without rows writes zeros."""
     per_expert = (M // BM) * (N // BN)
-    for tile in tl.range(tl.program_id(0), E * per_expert, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WS):
+    for tile in tl.range(tl.program_id(0), E * per_expert, tl.num_programs(0), flatten=FLATTEN):
         expert = tile // per_expert
         mt, nt = _tile_at(tile % per_expert, M // BM, N // BN, GROUP)
         m0 = mt * BM
@@ -327,3 +324,23 @@ def _store_gradient(to, value, ADD: tl.constexpr):
     if ADD:
         value += tl.load(to).to(tl.float32)
     tl.store(to, value.to(to.dtype.element_ty))
+
+
+@triton.jit
+def moe_weight_sums_kernel(parts_ptr, slot_ptr, out_ptr, T, R, count, BT: tl.constexpr):
+    """out[t] = sum over the count parts [count, R] at slot[t], in order, or 0 for a skipped token."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    slot = tl.load(slot_ptr + t, mask=t < T, other=-1).to(tl.int64)
+    total = tl.zeros((BT,), tl.float32)
+    part = parts_ptr + slot
+    for _ in range(count):
+        total += tl.load(part, mask=slot >= 0, other=0.0)
+        part += R
+    tl.store(out_ptr + t, total, mask=t < T)
+
+
+def aot_variants(backend: str) -> list[AotVariant]:
+    """Every tile that `moe` ships for `backend`, for the ahead-of-time gate (zaya/kernels/aot.py)."""
+    from zaya.kernels.moe.variants import variants
+
+    return variants(backend)
