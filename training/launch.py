@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from zaya.errors import CheckFailed, UserError
+import typer
+
+from zaya.errors import CheckFailed
 
 GRACE_S = 10.0
 _PARENT = "ZAYA_TRAIN_PARENT"
@@ -44,13 +46,13 @@ def die_with_parent() -> None:
 def launch(argv: list[str], ranks: int, threads: int) -> None:
     """Run the `zaya` command `argv` as `ranks` processes and wait for them.
 
-    Their standard output goes to standard error, except rank 0's. Raises UserError when a rank ended with code 2 (it
-    has said why), CheckFailed when one ended otherwise.
+    Their standard output goes to standard error, except rank 0's. Raises typer.Exit when a rank ended with code 2:
+    it has said why in its one line. Raises CheckFailed when one ended otherwise.
     """
     with started([sys.executable, "-P", "-m", "zaya.cli", *argv], ranks, threads) as children:
         code = _wait(children)
     if code == 2:
-        raise UserError("a rank ended with a usage error, printed above; mend it and run the same command again")
+        raise typer.Exit(2)
     if code:
         raise CheckFailed(f"a rank ended with code {code}; the same command goes on from the last checkpoint")
 
