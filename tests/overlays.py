@@ -1,7 +1,8 @@
 """Test files under another transformers than the environment's: python -m tests.overlays [VERSION ...]
 
-An overlay is a folder `.venvs/transformers-VERSION` that holds that version alone, put before the environment's packages;
-it is made from the package registry when it is missing. The oldest and the newest supported versions are listed.
+An overlay is a folder `.venvs/transformers-VERSION` that holds that version alone, put before the environment's
+packages; it is made from the package registry when it is missing. The oldest and the newest supported versions are
+listed.
 """
 
 import os

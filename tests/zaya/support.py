@@ -1,5 +1,6 @@
 """Small models whose routers use every expert and the skip class, and their twins of stock transformers' class."""
 
+import copy
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -55,7 +56,7 @@ def make(config=None, seed: int = 0) -> zaya.ZayaForCausalLM:
     model = zaya.ZayaForCausalLM(config or mixed_config())
     key = (model.config.to_json_string(), seed)
     if key not in _MADE:
-        _MADE[key] = spread(model, seed).state_dict()
+        _MADE[key] = copy.deepcopy(spread(model, seed).state_dict())
     model.load_state_dict(_MADE[key])
     return model.eval()
 
