@@ -1,4 +1,4 @@
-"""The one way to time things: device events or graph replay on a GPU, the wall clock on a CPU; medians with their spread.
+"""The one way to time things: device events or graph replay on a GPU, the wall clock on a CPU; median and spread.
 
 Device work is asynchronous, caches remember, and the first calls compile: `time_call` warms up, waits, repeats, and
 keeps the cache cold between repeats. Pass several callables that do the same on different data (the layers of a model,

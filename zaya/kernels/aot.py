@@ -42,8 +42,8 @@ REPORT = ROOT / "docs" / "kernels_aot.json"
 class AotVariant:
     """One shipped specialisation of one kernel.
 
-    Pointers, and integers named `stride_*` or listed in `divisible`, are taken as multiples of 16, as the launcher finds
-    them for the model's shapes. `large_tensors` compiles what the launcher picks for storage over 2 GiB on ROCm.
+    Pointers, and integers named `stride_*` or listed in `divisible`, are taken as multiples of 16, as the launcher
+    finds them for the model's shapes. `large_tensors` compiles what the launcher picks for storage over 2 GiB on ROCm.
     """
 
     kernel: Any  # the @triton.jit function

@@ -75,7 +75,9 @@ def test_committed_report_covers_every_op_on_both_targets_and_passes():
         (op, b) for op in aot.op_modules() for b in aot.BACKENDS
     }
     for row in committed["kernels"]:
-        assert all(len(reason.split()) > 3 for _, reason in row["allowances"].values()), "an exception needs its reason"
+        assert all(len(reason.split()) > 3 for _, reason in row["allowances"].values()), (
+            "an exception needs its reason"
+        )
 
 
 def test_differences_are_named():

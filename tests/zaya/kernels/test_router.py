@@ -30,7 +30,7 @@ def stock_router(layer: int, width: int = WIDTH, hidden: int = 48, seed: int = 0
 def arguments(module: ZayaRouter, dtype: torch.dtype = torch.float32):
     """The op's parameters, in its order, as leaves that require gradients."""
     mlp = module.router_mlp
-    leaf = lambda p: p.detach().to(dtype).requires_grad_()  # noqa: E731
+    leaf = lambda p: p.detach().to(dtype).requires_grad_()
     scale = leaf(module.router_states_scale) if module.use_eda else None
     fc1, fc2 = ((leaf(m.weight), leaf(m.bias)) for m in (mlp.fc1, mlp.fc2))
     return (
@@ -45,7 +45,7 @@ def arguments(module: ZayaRouter, dtype: torch.dtype = torch.float32):
 
 
 def stock_routing(module: ZayaRouter, u, prev):
-    """(ids, gate weights, state) from stock's layers. The skip class keeps its probability, which stock masks later."""
+    """(ids, gate weights, state) from stock's layers. The skip class keeps its probability; stock masks it later."""
     state = u if prev is None else u + prev * module.router_states_scale
     probs = module.router_mlp(state).softmax(-1)
     ids = (probs.detach() + module.balancing_biases).topk(1, dim=-1).indices

@@ -122,7 +122,8 @@ def router_backward_op(
     w3: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(du [T, R], dprev [T, R] or [0], gradients of w1, w2, w3 stacked [2R + C, R], of b1, b2, norm and scale [4, R])."""
+    """du [T, R]; dprev [T, R] or [0]; the gradients of w1, w2, w3 stacked [2R + C, R]; of b1, b2, the norm weight and
+    the state scale [4, R], the last without meaning when there is no prev_state."""
     (tokens, width), classes = state.shape, w3.shape[0]
     pad = _padded(classes)
     outer, inner = (router_tile(k, BACKEND, tokens, width) for k in ("bwd_outer", "bwd_inner"))
