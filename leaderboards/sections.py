@@ -222,7 +222,7 @@ def verification(release: Release) -> Markup:
     for f in found:
         bound = f.result.settings.get("atol")
         for m in f.result.metrics:
-            of = f" of {m.n}" if m.n is not None else ""
+            of = "" if m.n is None else f" of {m.n}" if m.unit == "tokens" else f" over {m.n}"
             allowed = f"at most {bound:.0e}" if bound is not None and "difference" in m.name else "–"
             name = [f"{f.result.subject}, {f.result.name}", notes(f.number)]
             rows.append([name, m.name.replace("_", " "), f"{m.value:.4g}{of}", m.unit, allowed])
