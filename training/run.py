@@ -1,5 +1,6 @@
 """One arm's run folder: started, resumed, finished. This is what each rank does."""
 
+import datetime
 import fcntl
 import json
 import logging
@@ -28,10 +29,11 @@ from training.recipe import Recipe
 from training.trainer import Trainer
 from zaya.errors import UserError
 from zaya.files import read_json, read_manifest, write_json, write_manifest
+from zaya.results import provenance
 from zaya.shards import TokenShards
 
 log = logging.getLogger(__name__)
-RUN = "run.json"
+RUN, PROVENANCE = "run.json", "provenance.json"
 RUNTIME_ONLY = {"keep", "checkpoint_every", "threads_per_rank"}  # of `train`: no influence on what is learned
 
 
@@ -128,6 +130,7 @@ def train(recipe: Recipe, arm: str, data: Path, out: Path) -> None:
     Raises UserError for data of another vocabulary, too few tokens, a full disk, or ranks
     that do not match the recipe.
     """
+    began = datetime.datetime.now(datetime.UTC)
     accelerator, group = start(recipe)
     ids = identity(recipe, arm, TokenShards(data, "train").fingerprint)
     if group.share(prepare(out, ids) if group.rank == 0 else None):
@@ -146,7 +149,8 @@ def train(recipe: Recipe, arm: str, data: Path, out: Path) -> None:
     if group.rank == 0:
         sweep(out)
         prune(out, recipe.train.keep)  # a run killed after its last checkpoint had no time to
-        write_manifest(out, "train", ids, timings=(SPEED,))
+        write_json(out / PROVENANCE, provenance(began, recipe.seed).model_dump())
+        write_manifest(out, "train", ids, timings=(SPEED, PROVENANCE))
     group.barrier()
     accelerator.end_training()
 

@@ -65,7 +65,7 @@ def test_a_run_leaves_its_log_its_checkpoints_and_its_manifest(finished, tiny_da
     steps = sorted(p.name for p in (finished / "checkpoints").iterdir())
     assert steps == ["step-000000", "step-000008", "step-000012"]
     manifest = read_manifest(finished)
-    assert set(manifest["timings"]) == {"speed.jsonl"}
+    assert set(manifest["timings"]) == {"provenance.json", "speed.jsonl"}
     assert "log.jsonl" in manifest["outputs"]
     first, last = (dict(open_checkpoint(finished / "checkpoints" / s).tensors()) for s in (steps[0], steps[2]))
     for name in first:
