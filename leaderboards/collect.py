@@ -68,6 +68,7 @@ class Release:
     runs: list[Run] = field(default_factory=list)
     dataset: dict[str, Any] | None = None
     dataset_number: int = 0
+    dataset_provenance: Provenance | None = None
     samples: dict[tuple[str, str], dict[str, dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -148,9 +149,9 @@ def _read_training(folder: Path, release: Release, number) -> None:
     if release.dataset is None and (folder / "data" / "dataset.json").is_file():
         release.dataset = read_json(folder / "data" / "dataset.json", "dataset summary")
         release.dataset_number = next(number)
+        release.dataset_provenance = _provenance(folder / "data")
     for path in sorted((folder / "train").glob("*/run.json")):
         run = path.parent
-        made = run / "provenance.json"
         release.runs.append(
             Run(
                 number=next(number),
@@ -159,10 +160,15 @@ def _read_training(folder: Path, release: Release, number) -> None:
                 log=_json_lines(run / "log.jsonl"),
                 speed=_json_lines(run / "speed.jsonl"),
                 finished=read_manifest(run) is not None,
-                provenance=Provenance.model_validate(read_json(made)) if made.is_file() else None,
+                provenance=_provenance(run),
             )
         )
     release.runs.sort(key=lambda r: not r.ours)
+
+
+def _provenance(folder: Path) -> Provenance | None:
+    path = folder / "provenance.json"
+    return Provenance.model_validate(read_json(path)) if path.is_file() else None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

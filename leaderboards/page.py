@@ -208,7 +208,8 @@ def _source(number: int, title: str, path: str, made: Provenance | None, more: d
 def _result_source(f: Found) -> Markup:
     r = f.result
     settings = ", ".join(f"{k} {v}" for k, v in r.settings.items())
-    more = {"weights sha256": r.subject_sha256 or "not recorded", "settings": settings}
+    more = {} if r.kind == "hardware" else {"weights sha256": r.subject_sha256 or "not recorded"}
+    more["settings"] = settings
     if r.source != "measured":
         more["taken from"] = r.source
     return _source(f.number, f"{r.kind}: {r.name}, {r.subject}", f.path, r.provenance, more)
@@ -222,4 +223,6 @@ def _run_source(r: Run) -> Markup:
 
 def _dataset_source(release: Release) -> Markup:
     more = dict(release.dataset or {})
-    return _source(release.dataset_number, "data: corpus and n-gram models", "data/dataset.json", None, more)
+    return _source(
+        release.dataset_number, "data: corpus and n-gram models", "data/dataset.json", release.dataset_provenance, more
+    )

@@ -56,6 +56,7 @@ def _training(folder: Path, name: str, model: str) -> None:
             "bigram_heldout_nats_per_token": BIGRAM,
         },
     )
+    write_json(folder / "data" / "provenance.json", provenance("zaya data tokenize demo.yaml").model_dump())
     run, rng, lines = folder / "train" / name.replace("/", "_"), random.Random(model), []
     for step in range(0, 481, 10):
         loss = LOSS[model] + (8.33 - LOSS[model]) * math.exp(-step / 70)
@@ -77,7 +78,8 @@ def _training(folder: Path, name: str, model: str) -> None:
     write_text(run / "log.jsonl", "".join(json.dumps(x) + "\n" for x in lines))
     speed = [{"step": x["step"], "tokens_per_s": 4300 + rng.gauss(0, 200)} for x in lines]
     write_text(run / "speed.jsonl", "".join(json.dumps(x) + "\n" for x in speed))
-    write_manifest(run, "train", about, timings=("speed.jsonl",))
+    write_json(run / "provenance.json", provenance(f"zaya train demo.yaml --arm {about['arm']}").model_dump())
+    write_manifest(run, "train", about, timings=("speed.jsonl", "provenance.json"))
 
 
 def _counts(rng: random.Random, step: int, layer: int) -> list[int]:

@@ -66,6 +66,15 @@ def test_every_footnote_has_its_source_and_every_source_its_command(folder):
     assert len(present) == len(release.found) + len(release.runs) + 1
     for found in release.found:
         assert tag("code", found.result.provenance.command) in page
+    assert tag("code", "zaya train demo.yaml --arm baseline") in page
+    assert tag("code", "zaya data tokenize demo.yaml") in page
+    assert "not recorded" not in page
+
+
+def test_a_source_without_provenance_says_so(tmp_path):
+    (make_release(tmp_path) / "train" / "zaya" / "provenance.json").unlink()
+    page = render(collect([tmp_path]), "A title", 0.7)
+    assert "command, commit, hardware</dt><dd>not recorded" in page
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Text to a tokenizer and token shards: what `zaya data tokenize` does."""
 
+import datetime
 import json
 import os
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ from training.progress import progress
 from training.recipe import Recipe
 from zaya.errors import UserError
 from zaya.files import require_free_space, sha256_json, stage_dir, write_json, write_text
+from zaya.results import provenance
 from zaya.shards import TokenShards, token_dtype, write_index, write_split
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}  # ids 0, 1, 2
 NGRAM_TOKENS = 100_000_000  # enough for a bigram table, and bounds its memory
 BATCH = 64
+PROVENANCE = "provenance.json"
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int, model_max_length: int):
@@ -69,10 +72,12 @@ def encode(tokenizer, documents: list[Document], vocab_size: int, what: str) -> 
 
 
 def tokenize(recipe: Recipe, out: Path) -> dict[str, Any]:
-    """Make the data folder `out`: tokenizer/, shards, index.json, heldout.jsonl, dataset.json. Returns the last.
+    """Make the data folder `out`: tokenizer/, shards, index.json, heldout.jsonl, dataset.json,
+    provenance.json. Returns dataset.json.
 
     Raises UserError for a corpus without text, a vocabulary larger than the text yields, and a full disk.
     """
+    began = datetime.datetime.now(datetime.UTC)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     train, heldout = collect(recipe.corpus, recipe.seed)
     size = sum(len(d.text.encode()) for d in (*train, *heldout))
@@ -84,7 +89,7 @@ def tokenize(recipe: Recipe, out: Path) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "text": sha256_json([[d.path, d.text] for d in (*train, *heldout)]),
     }
-    with stage_dir(out, "data", inputs) as folder:
+    with stage_dir(out, "data", inputs, timings=(PROVENANCE,)) as folder:
         tokenizer = train_tokenizer(train, vocab_size, recipe.model.max_position_embeddings)
         tokenizer.save_pretrained(folder / "tokenizer")
         splits = {
@@ -95,6 +100,7 @@ def tokenize(recipe: Recipe, out: Path) -> dict[str, Any]:
         _write_heldout(folder, heldout)
         summary = _summary(folder, recipe, train, heldout, fingerprint)
         write_json(folder / "dataset.json", summary)
+        write_json(folder / PROVENANCE, provenance(began, recipe.seed).model_dump())
     return summary
 
 
