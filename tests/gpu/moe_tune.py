@@ -1,12 +1,13 @@
 """Check the MoE op on a GPU and time candidate tiles of each product against torch's grouped GEMM.
 
-    python -m tests.gpu.moe_tune OUT.jsonl [--tokens 32768 8192] [--products up down] [--skip-check]
+    python -m tests.gpu.moe_tune OUT.jsonl [--tokens 32768 8192] [--shipped 1 16 512]
 
-One JSON line per figure: milliseconds (median) and TFLOP/s over the routed rows. The winners go into zaya/kernels/tiles.py.
+One JSON line per figure: milliseconds (median) and TFLOP/s over the routed rows. Winners go into zaya/kernels/tiles.py.
 """
 
 import argparse
 import cProfile
+import functools
 import json
 import pstats
 import time
@@ -21,36 +22,45 @@ from zaya.kernels.tiles import DecodeTile, Tile
 
 D = F = 2048
 E = 16
+WIDE = {"wide": True, "flatten": True}
+HALVES = {"split": 2, "flatten": True}
 CANDIDATES = {
     "up": [
-        Tile(128, 128, 64, 8, 3, wide=True, flatten=True, group=4), Tile(128, 128, 64, 8, 3, wide=True, flatten=True, group=8),
-        Tile(128, 128, 64, 8, 3, wide=True, flatten=True, group=2),
+        *(Tile(128, 128, 64, 8, 3, group=g, **WIDE) for g in (2, 4, 8, 16)),
+        Tile(128, 128, 64, 8, 3, group=8, wide=True),
+        Tile(128, 128, 64, 8, 3, group=8),
+        Tile(64, 128, 64, 8, 4, wide=True),
+        Tile(64, 64, 64, 4, 4, wide=True, per_sm=2),
+        Tile(64, 64, 128, 4, 4),
     ],
     "down": [
-        Tile(128, 256, 64, 8, 3, split=2, flatten=True, group=8), Tile(128, 256, 64, 8, 3, split=2, flatten=True, group=4),
+        *(Tile(128, 256, 64, 8, 3, group=g, **HALVES) for g in (4, 8, 16)),
+        Tile(128, 256, 64, 8, 3, split=2),
+        Tile(128, 128, 64, 4, 3, per_sm=2, flatten=True),
+        Tile(64, 128, 64, 4, 4, per_sm=2, flatten=True),
+        Tile(64, 256, 64, 4, 4, split=2),
     ],
     "dact": [
-        Tile(128, 128, 64, 8, 4, split=2), Tile(128, 128, 64, 8, 4, split=2, flatten=True),
-        Tile(128, 128, 64, 8, 4, split=2, flatten=True, group=4), Tile(128, 128, 64, 8, 4, split=4, flatten=True, group=4),
-        Tile(128, 128, 64, 8, 4, split=1, flatten=True, group=4), Tile(128, 128, 64, 8, 3, split=1, group=4),
-        Tile(128, 128, 64, 4, 3, split=4, per_sm=2, group=4), Tile(128, 256, 64, 8, 3, split=4, flatten=True, group=4),
-        Tile(128, 128, 64, 8, 4, split=2, flatten=True, group=4, wide=True), Tile(128, 128, 64, 4, 3, split=4, per_sm=2, group=4, wide=True),
-        Tile(128, 64, 64, 4, 4, split=2, per_sm=2, group=4), Tile(128, 64, 64, 4, 4, split=1, per_sm=2, group=4, flatten=True),
+        *(Tile(128, 128, 64, 8, 4, group=g, **HALVES) for g in (4, 8, 16)),
+        Tile(128, 128, 64, 8, 4, split=2),
+        Tile(128, 256, 64, 8, 3, split=4, flatten=True, group=4),
+        Tile(64, 128, 64, 4, 4, split=2, per_sm=2),
     ],
     "dw": [
-        Tile(128, 256, 64, 8, 3, split=2, flatten=True, group=4), Tile(128, 256, 64, 8, 3, split=2, flatten=True, group=8),
+        *(Tile(128, 256, 64, 8, 3, group=g, **HALVES) for g in (2, 4, 8)),
+        Tile(128, 256, 64, 8, 3, split=2, group=4),
+        Tile(128, 128, 64, 4, 3, split=2, per_sm=2, group=8),
     ],
-}  # fmt: skip
+}
 CANDIDATES["dx"] = CANDIDATES["down"]
 DECODE = [
-    DecodeTile(512, True, 4, 4, 1024, 1024, 4, 2), DecodeTile(512, True, 4, 4, 1024, 2048, 4, 2),
-    DecodeTile(512, True, 4, 4, 1024, 1024, 4, 2, pdl=True), DecodeTile(512, True, 4, 4, 1024, 2048, 4, 2, pdl=True),
-    DecodeTile(512, True, 4, 2, 1024, 2048, 4, 2, pdl=True), DecodeTile(512, True, 4, 4, 512, 2048, 4, 4, pdl=True),
-    DecodeTile(512, True, 4, 8, 1024, 2048, 4, 2, pdl=True), DecodeTile(512, True, 8, 8, 512, 1024, 8, 2, pdl=True),
-    DecodeTile(512, False, 16, 16, 256, 256, 4, 4, pdl=True), DecodeTile(512, False, 32, 64, 128, 128, 4, 4),
-    DecodeTile(512, False, 32, 64, 128, 128, 4, 4, pdl=True), DecodeTile(512, False, 32, 64, 64, 64, 4, 5, pdl=True),
-    DecodeTile(512, False, 32, 64, 64, 64, 4, 6, pdl=True), DecodeTile(512, False, 64, 64, 64, 64, 4, 5, pdl=True),
-]  # fmt: skip
+    DecodeTile(512, True, 4, 4, 1024, 1024, 4, 2),
+    DecodeTile(512, True, 4, 4, 512, 2048, 4, 4, pdl=True),
+    DecodeTile(512, True, 8, 8, 512, 1024, 8, 2, pdl=True),
+    DecodeTile(512, False, 16, 16, 256, 256, 4, 4, pdl=True),
+    DecodeTile(512, False, 32, 64, 128, 128, 4, 4, pdl=True),
+    DecodeTile(512, False, 64, 64, 128, 128, 4, 4, pdl=True),
+]
 
 
 def relative(a, b):
@@ -97,74 +107,75 @@ def bench(f):
     return do_bench(f, warmup=10, rep=60, return_mode="median")
 
 
-def products(out, tokens, weights, wanted, pads):
+def products(out, tokens, weights, wanted, pad):
+    """Each product's candidates and the library, on rows grouped with this padding."""
     x, w1, w2, ids, p = make(tokens, weights)
     dy = torch.randn_like(x)
-    for pad in pads:
-        table = replace(tiles.moe_tiles("cuda", 10**9), pad=pad)
-        rows, slot, offs = permute.permutation(ids, E, pad)
-        n, padded = int((slot >= 0).sum()), int(offs[E])
-        y = torch.empty_like(x)
-        gx, gdy = permute.gather(x, dy, y, rows, offs)
-        pre, act = x.new_empty(rows.numel(), 2 * F), x.new_empty(rows.numel(), F)
-        dpre, dw1, dw2 = torch.empty_like(pre), torch.empty_like(w1), torch.empty_like(w2)
-        ops._up(table, gx, w1, pre, act, rows, offs, True)
-        flops = {"up": 4 * n * D * F, "down": 2 * n * D * F, "dact": 2 * n * D * F, "dx": 4 * n * D * F}
-        flops |= {"dw1": 4 * n * D * F, "dw2": 2 * n * D * F}
+    table = replace(tiles.moe_tiles("cuda", 10**9), pad=pad)
+    room = permute.max_rows(tokens, E, pad)
+    rows, slot, offs = permute.permutation(ids, E, pad, room)
+    n, padded = int((slot >= 0).sum()), int(offs[E])
+    y = torch.empty_like(x)
+    gx, gdy = permute.gather(x, dy, y, rows, offs)
+    pre, act = x.new_empty(rows.numel(), 2 * F), x.new_empty(rows.numel(), F)
+    dpre, dw1, dw2 = torch.empty_like(pre), torch.empty_like(w1), torch.empty_like(w2)
+    ops._up(table, gx, w1, pre, act, rows, offs, True)
+    flops = {"up": 4 * n * D * F, "down": 2 * n * D * F, "dact": 2 * n * D * F, "dx": 4 * n * D * F}
+    flops |= {"dw1": 4 * n * D * F, "dw2": 2 * n * D * F}
 
-        def row(name, ms, flops=flops, pad=pad, padded=padded, **more):
-            out(
-                what=name,
-                tokens=tokens,
-                pad=pad,
-                rows=padded,
-                ms=ms,
-                tflops=flops[name] / ms / 1e9 if name in flops else None,
-                **more,
-            )
+    def row(name, ms, **more):
+        out(
+            what=name,
+            tokens=tokens,
+            pad=pad,
+            rows=padded,
+            ms=ms,
+            tflops=flops[name] / ms / 1e9 if name in flops else None,
+            **more,
+        )
 
-        row("permutation", bench(lambda ids=ids, pad=pad: permute.permutation(ids, E, pad)))
-        row("gather", bench(lambda: permute.gather(x, None, y, rows, offs)))  # noqa: B023
-        row("gather2", bench(lambda: permute.gather(x, dy, y, rows, offs)))  # noqa: B023
-        row("zero_skipped", bench(lambda: permute.gather(None, None, y, rows, offs)))  # noqa: B023
-        run = {
-            "up": lambda t: ops._up(t, gx, w1, pre, act, rows, offs, True),
-            "up_nosave": lambda t: ops._up(t, gx, w1, pre, act, rows, offs, False),
-            "down": lambda t: ops._rows(t, t.down, act, w2, y, p, rows, offs, True),
-            "dact": lambda t: ops._dact(t, gdy, w2, pre, dpre, act, p, rows, offs),
-            "dx": lambda t: ops._rows(t, t.dx, dpre, w1, y, None, rows, offs, False),
-            "dw1": lambda t: ops._dw(t, dpre, gx, dw1, rows, offs),
-            "dw2": lambda t: ops._dw(t, gdy, act, dw2, rows, offs),
-        }
-        flops["up_nosave"] = flops["up"]
-        ends = offs[1:-1]
-        library = {
-            "up": lambda: torch._grouped_mm(gx, w1.transpose(1, 2), offs=ends),
-            "down": lambda: torch._grouped_mm(act, w2.transpose(1, 2), offs=ends),
-            "dact": lambda: torch._grouped_mm(gdy, w2, offs=ends),
-            "dx": lambda: torch._grouped_mm(dpre, w1, offs=ends),
-            "dw1": lambda: torch._grouped_mm(dpre.t(), gx, offs=ends),
-            "dw2": lambda: torch._grouped_mm(gdy.t(), act, offs=ends),
-        }
-        for name, f in run.items():
-            key = {"dw1": "dw", "dw2": "dw", "up_nosave": "up"}.get(name, name)
-            if key not in wanted:
+    row("permutation", bench(lambda: permute.permutation(ids, E, pad, room)))
+    row("gather", bench(lambda: permute.gather(x, None, y, rows, offs)))
+    row("gather2", bench(lambda: permute.gather(x, dy, y, rows, offs)))
+    row("zero_skipped", bench(lambda: permute.gather(None, None, y, rows, offs)))
+    run = {
+        "up": lambda t: ops._up(t, gx, w1, pre, act, rows, offs, True),
+        "up_nosave": lambda t: ops._up(t, gx, w1, pre, act, rows, offs, False),
+        "down": lambda t: ops._rows(t, t.down, act, w2, y, p, rows, offs, True),
+        "dact": lambda t: ops._dact(t, gdy, w2, pre, dpre, act, p, rows, offs),
+        "dx": lambda t: ops._rows(t, t.dx, dpre, w1, y, None, rows, offs, False),
+        "dw1": lambda t: ops._dw(t, dpre, gx, dw1, rows, offs),
+        "dw2": lambda t: ops._dw(t, gdy, act, dw2, rows, offs),
+    }
+    flops["up_nosave"] = flops["up"]
+    ends = offs[1:-1]
+    library = {
+        "up": lambda: torch._grouped_mm(gx, w1.transpose(1, 2), offs=ends),
+        "down": lambda: torch._grouped_mm(act, w2.transpose(1, 2), offs=ends),
+        "dact": lambda: torch._grouped_mm(gdy, w2, offs=ends),
+        "dx": lambda: torch._grouped_mm(dpre, w1, offs=ends),
+        "dw1": lambda: torch._grouped_mm(dpre.t(), gx, offs=ends),
+        "dw2": lambda: torch._grouped_mm(gdy.t(), act, offs=ends),
+    }
+    for name, f in run.items():
+        key = {"dw1": "dw", "dw2": "dw", "up_nosave": "up"}.get(name, name)
+        if key not in wanted:
+            continue
+        if name in library:
+            try:
+                row(name, bench(library[name]), tile="library")
+            except RuntimeError as e:
+                out(what=name, tokens=tokens, tile="library", error=str(e)[:200])
+        for tile in CANDIDATES[key]:
+            if pad % tile.bm and key != "dw":
                 continue
-            if name in library:
-                try:
-                    row(name, bench(library[name]), tile="library")
-                except RuntimeError as e:
-                    out(what=name, tokens=tokens, tile="library", error=str(e)[:200])
-            for tile in CANDIDATES[key]:
-                if pad % tile.bm and key != "dw":
-                    continue
-                if (pad == 128) != (tile.bm >= 128) and key not in ("dw", "dact"):
-                    continue
-                try:
-                    t = replace(table, **{key: tile})
-                    row(name, bench(lambda t=t, f=f: f(t)), tile=str(tile))
-                except Exception as e:
-                    out(what=name, tokens=tokens, tile=str(tile), error=f"{type(e).__name__} {e}"[:200])
+            if (pad == 128) != (tile.bm >= 128) and key not in ("dw", "dact"):
+                continue
+            try:
+                t = replace(table, **{key: tile})
+                row(name, bench(functools.partial(f, t)), tile=str(tile))
+            except Exception as e:
+                out(what=name, tokens=tokens, tile=str(tile), error=f"{type(e).__name__} {e}"[:200])
 
 
 def graph_ms(calls):
@@ -202,6 +213,17 @@ def decoding(out, tokens, sets):
         ms = graph_ms([lambda a=a: moe(*a, "triton") for a in inputs])
     out(what="decode", tokens=tokens, tile="grouped path", us=1e3 * ms)
     tiles.MOE_DECODE["cuda"] = before
+
+
+def shipped(out, tokens, sets):
+    """Microseconds of the op without gradients as shipped, in a graph that goes through four sets of weights."""
+    inputs = [make(tokens, sets[i % len(sets)]) for i in range(8)]
+    if tokens == 1:
+        for i, arguments in enumerate(inputs):
+            arguments[3].fill_(2 * i)
+    with torch.no_grad():
+        ms = graph_ms([lambda a=a: moe(*a, "triton") for a in inputs])
+    out(what="shipped", tokens=tokens, us=1e3 * ms)
 
 
 def whole(out, tokens, weights):
@@ -262,6 +284,7 @@ def main():
     parser.add_argument("--whole", type=int, nargs="*", default=[32768, 8192, 2048, 512])
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--products", nargs="*", default=list(CANDIDATES))
+    parser.add_argument("--shipped", type=int, nargs="*", default=[])
     parser.add_argument("--tables", type=int, nargs="*", default=[])
     parser.add_argument("--host", type=int, nargs="*", default=[])
     parser.add_argument("--check", type=int, nargs="*", default=[7, 133, 4096])
@@ -286,14 +309,15 @@ def main():
             decoding(out, tokens, sets)
         for tokens in args.whole:
             whole(out, tokens, sets[0])
+        for tokens in args.shipped:
+            shipped(out, tokens, sets)
         for tokens in args.tables:
             tables(out, tokens, sets[0])
         for tokens in args.host:
             host(tokens, sets[0])
         for tokens in args.tokens:
-            products(
-                out, tokens, sets[0], args.products, (128,) if tokens > 2048 else (64,) if tokens < 2048 else (128, 64)
-            )
+            for pad in (128,) if tokens > 2048 else (64,) if tokens < 2048 else (128, 64):
+                products(out, tokens, sets[0], args.products, pad)
 
 
 if __name__ == "__main__":

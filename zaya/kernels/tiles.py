@@ -34,6 +34,8 @@ class Tile:
     def fit(self, n: int, k: int) -> "Tile":
         """The same tile with BN and BK lowered to divide a width of n and a reduction of k (multiples of 16)."""
         bn, bk = math.gcd(self.bn, n), math.gcd(self.bk, k)
+        if (bn, bk) == (self.bn, self.bk):
+            return self
         return replace(self, bn=bn, bk=bk, split=self.split if bn == self.bn else 1)
 
     @property
@@ -144,6 +146,11 @@ MOE_DECODE: dict[str, tuple[DecodeTile, ...]] = {
 def moe_tiles(backend: str, tokens: int) -> MoeTiles:
     """The row of MOE for this many tokens."""
     return next(t for t in MOE[backend] if tokens <= t.tokens)
+
+
+def moe_largest_pad(backend: str) -> int:
+    """The largest `pad` of the backend: buffers sized for it have room whatever row of MOE is used."""
+    return max(t.pad for t in MOE[backend])
 
 
 def moe_decode_tile(backend: str, tokens: int) -> DecodeTile | None:

@@ -162,10 +162,12 @@ def test_main_gradients_accumulate_in_fp32(table):
         parameter.main_grad = torch.zeros(parameter.shape)
     for _ in range(2):
         kernels(x, up, down, ids, weights).backward(dy)
-    assert up.grad is None and down.grad is None
+    assert up.grad is None
+    assert down.grad is None
     assert relative(up.main_grad, 2 * exact[2]) <= 1.5e-2
     assert relative(down.main_grad, 2 * exact[3]) <= 1.5e-2
-    assert x.grad is not None and weights.grad is not None
+    assert x.grad is not None
+    assert weights.grad is not None
 
 
 def test_a_main_gradient_of_the_wrong_kind_is_refused():
@@ -216,11 +218,11 @@ def test_decoding_takes_many_tokens_of_one_expert(monkeypatch):
 @pytest.mark.parametrize(("tokens", "pad"), [(0, 8), (1, 8), (256, 64), (530, 16)])
 @pytest.mark.parametrize("experts", [1, 16])
 def test_the_permutation_is_a_stable_bijection(tokens, pad, experts):
-    from zaya.kernels.moe.permute import permutation
+    from zaya.kernels.moe.permute import max_rows, permutation
 
     torch.manual_seed(tokens)
     ids = torch.randint(0, experts + 1, (tokens,))
-    rows, slot, offs = permutation(ids, experts, pad)
+    rows, slot, offs = permutation(ids, experts, pad, max_rows(tokens, experts, pad))
     assert offs[0] == 0
     assert rows.numel() % pad == 0
     for e in range(experts):
@@ -238,7 +240,7 @@ def test_the_permutation_is_a_stable_bijection(tokens, pad, experts):
 def test_an_id_out_of_range_is_a_skipped_token():
     from zaya.kernels.moe.permute import permutation
 
-    rows, slot, offs = permutation(torch.tensor([0, 99, -3, 1]), 2, 8)
+    rows, slot, offs = permutation(torch.tensor([0, 99, -3, 1]), 2, 8, 32)
     assert slot.tolist() == [0, -1, -1, 8]
     assert (-2 - rows[offs[2] : offs[3]]).tolist() == [1, 2]
 
@@ -270,6 +272,24 @@ def test_ops_are_registered_in_full():
     y, *saved = ops.moe_forward(*plain, True, None, None)
     arguments = (torch.randn_like(y), *plain[:3], plain[4], *saved, True, True, None, None)
     torch.library.opcheck(ops.moe_backward, arguments, test_utils=checks)
+
+
+def test_one_graph_for_every_number_of_tokens(monkeypatch):
+    """Compiled with symbolic T and no graph break, over a change of the tile table's row, forward and backward."""
+    rows = (dataclasses.replace(POINTERS, tokens=16), dataclasses.replace(POINTERS, pad=64))
+    monkeypatch.setitem(tiles.MOE, "interpreter", rows)
+    compiled = torch.compile(kernels, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (9, 20):
+        inputs, dy = make(tokens), torch.randn(tokens, 48)
+        assert_close(gradients(compiled, inputs, dy), gradients(written_out, inputs, dy), 2e-6)
+
+
+def test_weights_off_the_16_byte_boundary():
+    x, up, down, ids, weights = make(12)
+    shifted = torch.empty(up.numel() + 1)[1:].view(up.shape).copy_(up)
+    assert shifted.data_ptr() % 16
+    inputs, dy = (x, shifted, down, ids, weights), torch.randn(12, 48)
+    assert_close(gradients(kernels, inputs, dy), gradients(written_out, inputs, dy), 2e-6)
 
 
 def test_shapes_the_kernels_do_not_take_go_to_the_reference(caplog):

@@ -3,6 +3,7 @@ autograd. The host only sizes buffers and launches: it reads no device value, so
 """
 
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -12,7 +13,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
-from zaya.kernels import tiles
+from zaya.kernels import log_once, tiles
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
 
@@ -51,12 +52,22 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager:
 def _grid(table: tiles.MoeTiles, tile: tiles.Tile, tile_count: int, x: Tensor) -> tuple[int]:
     if not table.persistent:
         return (max(tile_count, 1),)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.device.type == "cuda" else 7
-    return (max(min(tile_count, processors * tile.per_sm), 1),)
+    return (max(min(tile_count, _processors(x.device) * tile.per_sm), 1),)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 7
 
 
 def _operand(table: tiles.MoeTiles, t: Tensor, block: list[int]) -> Any:
-    return TensorDescriptor.from_tensor(t, block) if table.tma else t
+    """A tensor as the kernels read it. One that starts off the 16-byte boundary that a descriptor needs is copied."""
+    if not table.tma:
+        return t
+    if t.data_ptr() % 16:
+        log_once("moe: a weight does not start at a multiple of 16 bytes, so it is copied at every call")
+        t = t.clone()
+    return TensorDescriptor.from_tensor(t, block)
 
 
 def _common(tile: tiles.Tile, offs: Tensor, table: tiles.MoeTiles) -> dict[str, Any]:
@@ -138,7 +149,8 @@ def moe_forward(
     table = tiles.moe_tiles(backend_of(x), x.shape[0])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     with _on(x):
-        rows, slot, offs = permute.permutation(ids, num_experts, table.pad)
+        room = permute.max_rows(x.shape[0], num_experts, tiles.moe_largest_pad(backend_of(x)))
+        rows, slot, offs = permute.permutation(ids, num_experts, table.pad, room)
         grouped, _ = permute.gather(x if table.tma else None, None, y, rows, offs)
         pre = x.new_empty(rows.numel() if save else 0, double)
         act = x.new_empty(rows.numel(), double // 2)
@@ -150,15 +162,9 @@ def moe_forward(
 @moe_forward.register_fake
 def _(x, gate_up_proj, down_proj, ids, weights, save, main_gate_up, main_down):
     num_experts, double, _ = gate_up_proj.shape
-    table = tiles.moe_tiles(backend_of(x) if x.device.type != "meta" else "cuda", _hint(x.shape[0]))
-    count = (x.shape[0] + num_experts * (table.pad - 1) + table.pad - 1) // table.pad * table.pad
+    count = permute.max_rows(x.shape[0], num_experts, tiles.moe_largest_pad(backend_of(x)))
     ints = [x.new_empty(n, dtype=torch.int32) for n in (count, x.shape[0], num_experts + 2)]
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count if save else 0, double), *ints
-
-
-def _hint(size) -> int:
-    """A number for a size that may be symbolic; the buffers it decides are never looked at by compiled code."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
 
 
 @torch.library.custom_op("zaya::moe_decode", mutates_args=())

@@ -144,16 +144,19 @@ def moe_gather_kernel(
 
 def max_rows(tokens: int, num_experts: int, pad: int) -> int:
     """Rows that the grouped buffers need whatever the routing: every expert may waste pad - 1."""
-    return triton.cdiv(tokens + num_experts * (pad - 1), pad) * pad
+    return (tokens + num_experts * (pad - 1) + pad - 1) // pad * pad
 
 
 def permutation(
-    expert_ids: torch.Tensor, num_experts: int, pad: int
+    expert_ids: torch.Tensor, num_experts: int, pad: int, room: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert_ids [T] of classes 0..E -> (rows [R_max], slot [T], offs [E + 2]), int32; see the top of this file."""
+    """expert_ids [T] of classes 0..E -> (rows [room], slot [T], offs [E + 2]), int32; see the top of this file.
+
+    `room` is max_rows(T, E, pad) or more.
+    """
     (tokens,) = expert_ids.shape
     ints = functools.partial(torch.empty, dtype=torch.int32, device=expert_ids.device)
-    rows = ints(max_rows(tokens, num_experts, pad))
+    rows = ints(room)
     slot = ints(tokens)
     offs = ints(num_experts + 2)
     e_pad = triton.next_power_of_2(num_experts + 1)
