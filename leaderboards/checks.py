@@ -166,7 +166,8 @@ def _same_weights(release: Release) -> Check:
     digests = {f.result.subject_sha256 for f in measured}
     if len(measured) < 2 or None in digests:
         return Check(title, "missing", "not measured", section)
-    says = f"{len(measured)} results of {release.ours} have weights of {len(digests)} digest{'s' * (len(digests) > 1)}"
+    many = "one digest" if len(digests) == 1 else f"{len(digests)} digests"
+    says = f"{len(measured)} results of {release.ours} name {many}"
     return Check(title, "pass" if len(digests) == 1 else "fail", says, section, tuple(f.number for f in measured))
 
 
