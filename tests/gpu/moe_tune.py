@@ -1,8 +1,8 @@
 """Check the MoE op on a GPU and time candidate tiles of each product against torch's grouped GEMM.
 
-    python -m tests.gpu.moe_tune OUT.jsonl [--tokens 32768 8192] [--shipped 1 16 512]
+    python -m tests.gpu.moe_tune OUT.jsonl [--tokens 32768 8192] [--products up down] [--shipped 1 16]
 
-One JSON line per figure: milliseconds (median) and TFLOP/s over the routed rows. Winners go into zaya/kernels/tiles.py.
+One JSON line per figure: median milliseconds, and TFLOP/s over the routed rows. Winners go into kernels/tiles.py.
 """
 
 import argparse
