@@ -173,9 +173,10 @@ def _explain(folder: Path, log: Path) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The newest line of a log, shortened."""
-    lines = [x for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
-    return lines[-1].strip()[:100] if lines else "no output yet"
+    """The newest message of a log, without its stamp, shortened."""
+    lines = [x.strip() for x in log.read_text(encoding="utf-8", errors="replace").splitlines() if x.strip()]
+    told = [x.split("] ", 1)[1].strip() for x in lines if "] " in x and (" INFO " in x or " WARNING " in x)]
+    return (told or lines or ["no output yet"])[-1][:100]
 
 
 def reason(log: Path) -> str:
