@@ -367,8 +367,11 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
 
 def explain(error: ValidationError) -> str:
-    """The first error of a validation in one line: which key, what is wrong, the nearest known key."""
-    first = error.errors()[0]
+    """The first error of a validation in one line: which key, what is wrong, the nearest known key.
+
+    An unknown key goes first: it is often the misspelling of one that is then missing.
+    """
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     where = ".".join(str(x) for x in first["loc"])
     if first["type"] == "extra_forbidden":
         known = _fields_at(first["loc"][:-1])

@@ -24,7 +24,7 @@ from zaya import __version__
 from zaya.errors import CheckFailed, UserError
 from zaya.files import MANIFEST, read_json, read_manifest, require_free_space, sha256_file, sha256_json, write_json
 
-NEEDS = {"accelerate": "train", "tokenizers": "train", "lm_eval": "eval", "olmo_eval": "eval", "plotly": "eval"}
+NEEDS = {"accelerate": "train", "tokenizers": "train", "lm_eval": "eval", "olmo_eval": "eval"}
 FREE_BYTES = 2_000_000_000  # assumed: the demo's folders come to well under this
 
 
@@ -108,9 +108,7 @@ def plan(recipe_path: Path, recipe: dict[str, Any], out: Path) -> list[Stage]:
     stages += list(_prove(recipe, out, data, exported, len(arms)))
     inputs = [s for s in stages if not s.name.startswith("export")]
     board = ["board", "build", str(out), "--out", str(out / "board"), "--title", recipe["board"]["title"]]
-    stages.append(
-        Stage("board", board, out / "board", {"board": recipe["board"]}, tuple(inputs), True, packages=("plotly",))
-    )
+    stages.append(Stage("board", board, out / "board", {"board": recipe["board"]}, tuple(inputs), True, packages=()))
     return stages
 
 
@@ -152,10 +150,17 @@ def _prove(recipe: dict[str, Any], out: Path, data: Stage, exported: list[Stage]
             f"scores/{name}",
             argv,
             out / "scores" / name,
-            {"score": score},
+            {"score": score, "suite": _suite_digest(score["suite"])},
             (stage, data),
             packages=("torch", "transformers", "lm-eval"),
         )
+
+
+def _suite_digest(suite: str) -> str | None:
+    """Digest of the file that defines a suite, one of ours or a path, so that an edited suite is scored again."""
+    named = Path(__file__).parents[1] / "eval" / "quality" / "suites" / f"{suite}.yaml"
+    file = named if named.is_file() else Path(suite)
+    return sha256_file(file) if file.is_file() else None
 
 
 def resolve(recipe_path: Path) -> dict[str, Any]:
