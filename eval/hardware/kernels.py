@@ -17,7 +17,9 @@ from zaya.files import write_json
 from zaya.flops import Hardware, Shape, block_floor_s, block_work
 from zaya.measure import time_call
 
-GRAPH_TOKENS = 512  # up to here, launches from Python would be most of the time: CUDA graphs
+GRAPH_TOKENS = 512  # up to here, launches from Python would be most of the time: only CUDA graphs are timed,
+REPLAYED_TOKENS = 8192  # and up to here both ways
+FORWARD, REPLAYED, BOTH = "forward", "forward replayed", "forward+backward"
 LAYERS = 4  # for few tokens: layers that take turns, so that weights come from memory as they do in a model
 GPU_TOKENS, CPU_TOKENS = (32768, 8192, 512, 64, 16, 1), (256, 16, 1)
 
@@ -59,7 +61,7 @@ def _forward_backward(call: Any, layer: Layer):
 
 
 def time_block(
-    item: Implementation, layers: list[Layer], backward: bool, device: str, seconds: float
+    item: Implementation, layers: list[Layer], direction: str, device: str, seconds: float
 ) -> dict[str, Any]:
     """Times of one implementation: `median_ms` and how it was taken, or `gap` with the reason why there is none."""
     tokens = layers[0].h.shape[1]
@@ -67,12 +69,11 @@ def time_block(
         return {"gap": f"{item.package} is not installed"}
     if tokens > item.largest:
         return {"gap": item.reason}
-    small, note = device == "cuda" and tokens <= GRAPH_TOKENS, {}
-    if small and not item.graph:
+    graph, note = direction == REPLAYED and item.graph, {}
+    if direction == REPLAYED and not item.graph:
         note = {"no_graph": "waits for the device on the host"}
-    graph = small and item.graph
     try:
-        make = _forward_backward if backward else _forward
+        make = _forward_backward if direction == BOTH else _forward
         calls = [make(item.build(layer), layer) for layer in layers]
         try:
             timing = time_call(calls, device, graph, seconds)
@@ -101,11 +102,11 @@ def measure(
     layers = {t: [make_layer(shape, t, i, device, dtype) for i in range(_layers(t))] for t in tokens}
     rows = []
     for item in IMPLEMENTATIONS:
-        for t, backward in _works(tokens, device):
-            if backward and item.name.startswith("grouped_mm"):
+        for t, direction in _works(tokens, device):
+            if direction == BOTH and item.name.startswith("grouped_mm"):
                 continue
-            found = time_block(item, layers[t], backward, device, seconds)
-            rows.append(_row(item, t, backward, shape, roof, found))
+            found = time_block(item, layers[t], direction, device, seconds)
+            rows.append(_row(item, t, direction, shape, roof, found))
             say(_row_text(rows[-1]))
     return rows
 
@@ -114,20 +115,28 @@ def _layers(tokens: int) -> int:
     return LAYERS if tokens <= GRAPH_TOKENS else 1
 
 
-def _works(tokens: tuple[int, ...], device: str) -> list[tuple[int, bool]]:
-    """(tokens, backward): a backward pass of few tokens is nobody's work on a GPU."""
-    return [(t, b) for t in tokens for b in (False, True) if not b or device == "cpu" or t > GRAPH_TOKENS]
+def _works(tokens: tuple[int, ...], device: str) -> list[tuple[int, str]]:
+    """(tokens, direction). A backward pass of few tokens is nobody's work on a GPU."""
+
+    def directions(t: int) -> tuple[str, ...]:
+        if device == "cpu":
+            return FORWARD, BOTH
+        if t <= GRAPH_TOKENS:
+            return (REPLAYED,)
+        return (FORWARD, REPLAYED, BOTH) if t <= REPLAYED_TOKENS else (FORWARD, BOTH)
+
+    return [(t, d) for t in tokens for d in directions(t)]
 
 
 def _row(
-    item: Implementation, tokens: int, backward: bool, shape: Shape, roof: Hardware, found: dict
+    item: Implementation, tokens: int, direction: str, shape: Shape, roof: Hardware, found: dict
 ) -> dict[str, Any]:
-    floor_ms = block_floor_s(tokens, roof, shape, backward) * 1e3
+    floor_ms = block_floor_s(tokens, roof, shape, direction == BOTH) * 1e3
     row = {"name": item.name, "version": item.version(), "tokens": tokens}
-    row |= {"direction": "forward+backward" if backward else "forward", "floor_ms": floor_ms, **found}
+    row |= {"direction": direction, "floor_ms": floor_ms, **found}
     if "median_ms" in row:
         row["times_floor"] = row["median_ms"] / floor_ms
-        row["tflop_per_s"] = block_work(tokens, shape, backward).flops / row["median_ms"] / 1e9
+        row["tflop_per_s"] = block_work(tokens, shape, direction == BOTH).flops / row["median_ms"] / 1e9
     return row
 
 

@@ -46,13 +46,14 @@ def make_layer(shape: Shape, tokens: int, seed: int, device: str, dtype: torch.d
             nn.init.normal_(p, std=scale if p.ndim > 1 else 0.1)
             if name.endswith(("norm.weight", "scale")):
                 p.data.add_(1.0)
-        h, dy = (torch.randn(1, tokens, shape.hidden, dtype=dtype) for _ in range(2))
-        state = torch.randn(1, tokens, shape.router, dtype=dtype)
+        many = max(tokens, 1024)  # the biases are made on these: a few tokens would be balanced into ties
+        h, dy = (torch.randn(1, many, shape.hidden, dtype=dtype) for _ in range(2))
+        state = torch.randn(1, many, shape.router, dtype=dtype)
     biases = stock.gate.balancing_biases
     stock.to(dtype)
     stock.gate.balancing_biases = biases.float()
     _balance(stock, h, state)
-    return Layer(stock, h, state, dy)
+    return Layer(stock, *(x[:, :tokens].contiguous() for x in (h, state, dy)))
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from eval.hardware.moe_block import Layer, build_ours, build_stock, make_layer
 from zaya.flops import Shape
 
 SLACK, LEAST = 1.1, {torch.bfloat16: 2e-3, torch.float32: 2e-5}  # allowed: SLACK times stock's error, or LEAST
+REGRET = {torch.bfloat16: 0.03, torch.float32: 1e-4}  # how far below the best class a chosen one may score, exactly
+SEEDS = 4  # tried until a token is left that all precisions send to one expert: one token alone may be tied
 
 
 def sizes(device: str) -> tuple[int, ...]:
@@ -22,10 +24,20 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))
 
 
+def _scores(layer: Layer) -> Tensor:
+    """What stock's router chooses by, [T, E + 1]: probability plus bias."""
+    logits = layer.stock.gate(layer.h, router_states=layer.state)[0]
+    return logits.to(max(logits.dtype, torch.float32, key=lambda d: d.itemsize)).softmax(-1) + _biases(layer)
+
+
+def _biases(layer: Layer) -> Tensor:
+    return layer.stock.gate.balancing_biases
+
+
 def _ids(layer: Layer) -> Tensor:
-    """The class that stock's router chooses for each token, the skip class too."""
-    logits = layer.stock.gate(layer.h, router_states=layer.state)[0].float()
-    return (logits.softmax(-1) + layer.stock.gate.balancing_biases).argmax(-1)
+    """The class that stock's router chooses for each token; the skip class too, which stock writes as weight 0."""
+    _, weights, ids, _ = layer.stock.gate(layer.h, router_states=layer.state)
+    return torch.where(weights == 0, _biases(layer).numel() - 1, ids).flatten()
 
 
 def _ours_ids(layer: Layer) -> Tensor:
@@ -55,11 +67,20 @@ def check(tokens: int, shape: Shape, device: str) -> dict[str, Any]:
     Tokens near a tie may get another expert in another precision. They are left out, and get no gradient.
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    layer = make_layer(shape, tokens, 77 + tokens, device, dtype)
+    for seed in range(SEEDS):
+        report = _check(make_layer(shape, tokens, 77 + tokens + seed, device, dtype), tokens, dtype)
+        if report["errors"]:
+            break
+    return report | {"problems": _problems(report, dtype)}
+
+
+def _check(layer: Layer, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     higher = torch.float64 if dtype == torch.float32 else torch.float32
     exact = Layer(copy.deepcopy(layer.stock).to(higher), *(x.to(higher) for x in (layer.h, layer.state, layer.dy)))
     with torch.no_grad():
-        ids = [_ids(exact), _ids(layer), _ours_ids(layer)]
+        scores = _scores(exact)
+        ids = [scores.argmax(-1), _ids(layer), _ours_ids(layer)]
+        regret = scores.amax(-1) - scores.gather(1, ids[2].unsqueeze(1)).squeeze(1)
         inference = build_ours(layer)(layer.h, layer.state)
     agree = (ids[0] == ids[1]) & (ids[0] == ids[2])
     dy = layer.dy * agree[None, :, None]
@@ -69,31 +90,37 @@ def check(tokens: int, shape: Shape, device: str) -> dict[str, Any]:
     for found in (*ours, stock, wanted, {"y": inference}):
         found["y"] = found["y"][:, agree]
     errors = {k: (relative_error(ours[0][k], v), relative_error(stock[k], v)) for k, v in wanted.items() if v.any()}
-    errors["y, inference"] = (relative_error(inference[:, agree], wanted["y"]), errors["y"][1])
+    if "y" in errors:
+        errors["y, inference"] = (relative_error(inference[:, agree], wanted["y"]), errors["y"][1])
     same = all(torch.equal(ours[0][k], ours[1][k]) for k in ours[0])
     report = {"tokens": tokens, "same_bits_twice": same, "same_choice": float(agree.double().mean())}
     report["errors"] = {k: {"ours": a, "stock": b} for k, (a, b) in errors.items()}
-    return report | {"problems": _problems(report, LEAST[dtype])}
+    return report | {"regret": float(regret.max())}
 
 
-def _problems(report: dict[str, Any], least: float) -> list[str]:
+def _problems(report: dict[str, Any], dtype: torch.dtype) -> list[str]:
     where = f"T={report['tokens']}"
     bad = [
         f"{where}: error of {name} {e['ours']:.2e}, stock's {e['stock']:.2e}"
         for name, e in report["errors"].items()
-        if not e["ours"] <= max(SLACK * e["stock"], least)
+        if not e["ours"] <= max(SLACK * e["stock"], LEAST[dtype])
     ]
     if not report["same_bits_twice"]:
         bad.append(f"{where}: two runs differ")
-    if report["same_choice"] < 0.9:
-        bad.append(f"{where}: only {report['same_choice']:.0%} of the tokens get the expert of the higher precision")
+    if not report["regret"] <= REGRET[dtype]:
+        bad.append(
+            f"{where}: a chosen class scores {report['regret']:.2e} below the best, more than rounding explains"
+        )
+    if not report["errors"]:
+        bad.append(f"{where}: no token gets the same expert in every precision, so nothing was compared")
     return bad
 
 
 def text(report: dict[str, Any]) -> str:
     """One line for the terminal."""
-    worst = max(report["errors"], key=lambda k: report["errors"][k]["ours"])
-    e = report["errors"][worst]
+    errors = report["errors"] or {"none compared": {"ours": float("nan"), "stock": float("nan")}}
+    worst = max(errors, key=lambda k: errors[k]["ours"])
+    e = errors[worst]
     bits = "same bits twice" if report["same_bits_twice"] else "DIFFERENT BITS"
     state = "FAILED" if report["problems"] else "ok"
     return f"check T={report['tokens']}: {state}; worst error {worst} {e['ours']:.2e} (stock {e['stock']:.2e}); {bits}"

@@ -96,11 +96,13 @@ def test_a_rival_that_fails_is_a_gap_and_ours_is_an_error():
 
     layers = [make_layer(SMALL, 4, 0, "cpu", torch.float32)]
     rival = kernels.Implementation("rival", "torch", broken)
-    assert kernels.time_block(rival, layers, False, "cpu", 0.0) == {"gap": "RuntimeError: no such kernel"}
+    assert kernels.time_block(rival, layers, kernels.FORWARD, "cpu", 0.0) == {"gap": "RuntimeError: no such kernel"}
     absent = kernels.Implementation("rival", "no-such-package", broken)
-    assert kernels.time_block(absent, layers, False, "cpu", 0.0) == {"gap": "no-such-package is not installed"}
+    assert kernels.time_block(absent, layers, kernels.FORWARD, "cpu", 0.0) == {
+        "gap": "no-such-package is not installed"
+    }
     with pytest.raises(RuntimeError, match="no such kernel"):
-        kernels.time_block(kernels.Implementation("zaya", "zaya", broken), layers, False, "cpu", 0.0)
+        kernels.time_block(kernels.Implementation("zaya", "zaya", broken), layers, kernels.FORWARD, "cpu", 0.0)
 
 
 def test_table_shows_gaps():
@@ -108,3 +110,22 @@ def test_table_shows_gaps():
     text = kernels.table({"rows": rows, "ceilings": {"tflop_per_s": 1.0, "copy_tb_per_s": 0.1}})
     assert "| zaya " in text
     assert "- sonic-moe, T = 4 forward: sonic-moe is not installed" in text
+
+
+def test_a_gpu_times_few_tokens_replayed_and_many_launched():
+    works = kernels._works((32768, 8192, 1), "cuda")
+    assert works == [
+        (32768, "forward"),
+        (32768, "forward+backward"),
+        (8192, "forward"),
+        (8192, "forward replayed"),
+        (8192, "forward+backward"),
+        (1, "forward replayed"),
+    ]
+
+
+def test_check_refuses_a_wrong_choice(monkeypatch):
+    monkeypatch.setattr(moe_check, "_ours_ids", lambda layer: (moe_check._ids(layer) + 1) % SMALL.experts)
+    problems = moe_check.check(16, SMALL, "cpu")["problems"]
+    assert any("below the best" in p for p in problems)
+    assert any("nothing was compared" in p for p in problems)

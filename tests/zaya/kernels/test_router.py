@@ -169,9 +169,11 @@ def test_rows_with_a_stride():
         assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 19, 33])
+@pytest.mark.parametrize(("tokens", "decode"), [(0, False), (1, True), (4, True), (19, True), (33, True), (70, False)])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_decode_kernels_equal_stock(tokens, layer):
+def test_from_hidden_equals_stock(tokens, decode, layer):
+    from zaya.kernels.router import ops
+
     module = stock_router(layer, width=64, hidden=2048)
     x = torch.randn(tokens, 2048)
     prev = torch.randn(tokens, 64) if layer else None
@@ -179,13 +181,27 @@ def test_decode_kernels_equal_stock(tokens, layer):
     with torch.no_grad():
         got = router_from_hidden(x, weight, bias, prev, *arguments(module), backend="triton")
         ids, weights, state = stock_routing(module, F.linear(x, weight, bias), prev)
-    assert got.counts is None, "the decode kernels were not taken"
+    assert ops.decode_takes(x, weight) == decode
     assert torch.equal(got.expert_ids, ids)
     torch.testing.assert_close(got.gate_weights, weights, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got.state, state, rtol=1e-5, atol=1e-5)
 
 
-def test_decode_falls_back_where_gradients_are_wanted():
+def test_one_graph_of_from_hidden_serves_every_number_of_tokens():
+    module = stock_router(0, width=64, hidden=2048)
+    weight, bias, parameters = module.down_proj.weight, module.down_proj.bias, arguments(module)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def run(x):
+        return router_from_hidden(x, weight, bias, None, *parameters, backend="triton").expert_ids
+
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (70, 19, 4):
+            x = torch.randn(tokens, 2048)
+            assert torch.equal(run(x), stock_routing(module, F.linear(x, weight, bias), None)[0])
+
+
+def test_from_hidden_gives_gradients_where_they_are_wanted():
     module = stock_router(0, width=64, hidden=2048)
     x = torch.randn(3, 2048, requires_grad=True)
     got = router_from_hidden(

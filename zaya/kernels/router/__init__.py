@@ -46,16 +46,15 @@ def router_from_hidden(x, down_weight, down_bias, prev_state, *parameters, backe
     """The down projection and the router: x [T, D], down_weight [R, D], down_bias [R], then as `router` from
     state_scale on.
 
-    The same as `router(F.linear(x, down_weight, down_bias), …)`, but for 1 to 64 tokens on a GPU without gradients two
-    kernels do all of it, spread over the chip. `Routing.counts` is None then.
+    The same as `router(F.linear(x, down_weight, down_bias), …)`. On a GPU without gradients it is one operator, which
+    for 1 to 64 tokens runs two kernels that spread all of it over the chip; `Routing.counts` is None then.
     """
     if pick_backend(x.device, backend) == "triton" and not torch.is_grad_enabled():
         from zaya.kernels.router import ops
 
         scale, norm_weight, fc1, fc2, out_weight, biases, eps = parameters
-        if ops.decode_takes(x, down_weight) and ops.unsupported(x[:, : down_weight.shape[0]], out_weight) is None:
-            ids, weights, state = ops.router_decode_op(
-                x, down_weight, down_bias, prev_state, scale, norm_weight, *fc1, *fc2, out_weight, biases, eps
-            )
-            return Routing(ids, weights, state, None)
+        if ops.unsupported(x.new_empty((0, down_weight.shape[0])), out_weight) is None:
+            weights = (*fc1, *fc2, out_weight, biases, eps)
+            found = ops.router_from_hidden_op(x, down_weight, down_bias, prev_state, scale, norm_weight, *weights)
+            return Routing(*found, None)
     return router(F.linear(x, down_weight, down_bias), prev_state, *parameters, backend=backend)

@@ -6,7 +6,7 @@ from torch import Tensor
 from zaya.errors import UserError
 from zaya.kernels.router import decode
 from zaya.kernels.router import triton as kernels
-from zaya.kernels.router.tiles import DECODE_TOKENS, VECTOR_TOKENS, router_tile
+from zaya.kernels.tiles import ROUTER_DECODE_TOKENS, ROUTER_VECTOR_TOKENS, router_tile
 
 BACKEND = "hip" if torch.version.hip else "cuda"
 
@@ -60,7 +60,11 @@ def router_op(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(expert_ids [T] int64, gate weights [T] fp32, state [T, R], tokens of each class [C] int32)."""
-    (tokens, width), classes = u.shape, w3.shape[0]
+    return _forward(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps)
+
+
+def _forward(u, prev_state, state_scale, norm_weight, mlp, eps):
+    (tokens, width), classes = u.shape, mlp[4].shape[0]
     u, tile = _rows(u), router_tile("fwd", BACKEND, tokens, width)
     prev = None if prev_state is None else _rows(prev_state)
     blocks = -(-tokens // tile.blocks["BT"])
@@ -72,7 +76,7 @@ def router_op(
                 _or(prev, u),
                 _or(state_scale, norm_weight),
                 norm_weight,
-                *(w.contiguous() for w in (w1, b1, w2, b2, w3, balance)),
+                *(w.contiguous() for w in mlp),
                 state,
                 ids,
                 weights,
@@ -250,8 +254,8 @@ def _decode_outputs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, weights, x.new_empty((tokens, width))
 
 
-@torch.library.custom_op("zaya::router_decode", mutates_args=())
-def router_decode_op(
+@torch.library.custom_op("zaya::router_from_hidden", mutates_args=())
+def router_from_hidden_op(
     x: Tensor,
     down_weight: Tensor,
     down_bias: Tensor,
@@ -266,11 +270,18 @@ def router_decode_op(
     balance: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Down projection and router of 1 to 64 tokens, inference only: (expert_ids, gate weights, state)."""
+    """Down projection and router, inference only: (expert_ids, gate weights, state).
+
+    The choice between the decode kernels and the library's product is made in here, by the number of tokens at run
+    time, so that one compiled graph serves every number.
+    """
+    if not decode_takes(x, down_weight):
+        u = torch.nn.functional.linear(x, down_weight, down_bias)
+        return _forward(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps)[:3]
     x, prev = _rows(x), None if prev_state is None else _rows(prev_state)
     mlp = tuple(w.contiguous() for w in (w1, b1, w2, b2, w3, balance))
     outputs = _decode_outputs(x, down_weight.shape[0])
-    run = _decode_vectors if x.shape[0] <= VECTOR_TOKENS else _decode_blocks
+    run = _decode_vectors if x.shape[0] <= ROUTER_VECTOR_TOKENS else _decode_blocks
     with _device(x):
         run(x, down_weight.contiguous(), down_bias, prev, state_scale, norm_weight, mlp, eps, outputs)
     return outputs
@@ -344,17 +355,17 @@ def _decode_vectors(x, down_weight, down_bias, prev, state_scale, norm_weight, m
     )
 
 
-@router_decode_op.register_fake
+@router_from_hidden_op.register_fake
 def _(x, down_weight, down_bias, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, balance, eps):
     return _decode_outputs(x, down_weight.shape[0])
 
 
 def decode_takes(x: Tensor, down_weight: Tensor) -> bool:
-    """Whether `router_decode_op` takes these tokens: 1 to 64 of them, of a hidden width that its splits divide."""
+    """Whether the decode kernels take these tokens: 1 to 64 of them, of a hidden width that their splits divide."""
     tokens, width = x.shape[0], down_weight.shape[0]
-    if not 0 < tokens <= DECODE_TOKENS:
+    if not 0 < tokens <= ROUTER_DECODE_TOKENS:
         return False
-    if tokens <= VECTOR_TOKENS:
+    if tokens <= ROUTER_VECTOR_TOKENS:
         return x.shape[1] % router_tile("project_vec", BACKEND, tokens, width).blocks["BK"] == 0
     tile = router_tile("project", BACKEND, tokens, width)
     return x.shape[1] % (tile.splits * tile.blocks["BK"]) == 0

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from zaya.kernels.aot import AotVariant
-from zaya.kernels.router.tiles import router_tile
+from zaya.kernels.tiles import ROUTER, router_tile
 
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -316,7 +316,6 @@ def router_add_kernel(parts_ptr, out_ptr, count, N, stride_part, BP: tl.constexp
 def aot_variants(backend: str) -> list[AotVariant]:
     """Every tile that the router ships for `backend`, at the model's shapes (R = 256, 17 classes, bf16)."""
     from zaya.kernels.router import decode
-    from zaya.kernels.router.tiles import TABLE
 
     eda = {"C": 17, "HAS_PREV": True}
     tail = {"work": "router.tail", "matrix": "body", "buffer_loads": False}  # scratch behind run-time offsets
@@ -334,7 +333,7 @@ def aot_variants(backend: str) -> list[AotVariant]:
         "decode_vec": (decode.router_decode_vec_kernel, eda, tail | {"matrix": "none"}),
     }
     variants = []
-    for (name, found), rows in TABLE.items():
+    for (name, found), rows in ROUTER.items():
         for limit, tile in rows if found == backend else ():
             kernel, constants, rest = kernels[name]
             fixed = {"R": 256, "C_PAD": 32, "SPLITS": tile.splits} | constants | tile.blocks
