@@ -4,6 +4,7 @@ Tokens alone would not do: they can agree while a request's state is wrong (see 
 """
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -122,3 +123,18 @@ def test_a_prefix_without_its_state_is_seen(sliding, monkeypatch):
     got = support.generate(llm, [[*shared, 5]], 4, whole=False)
     assert got[0][2] >= 128
     assert difference(model, got, [[*shared, 5]]) > 10 * ATOL
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="vLLM compiles with g++, which is not here")
+def test_compiled(tmp_path):
+    """torch.compile around the state op, which it must not look into."""
+    types = ["hybrid", "hybrid_sliding"]
+    fields = {"num_hidden_layers": 2, "layer_types": types, "sliding_window": 16, "tie_word_embeddings": False}
+    folder = support.make_folder(tmp_path, seed=2, **fields)
+    llm = support.engine(folder, enforce_eager=False, enable_prefix_caching=False, max_num_batched_tokens=32)
+    try:
+        assert llm.llm_engine.vllm_config.compilation_config.mode, "nothing was compiled"
+        prompts = support.prompts((1, 40, 70))
+        assert worst(support.stock(folder), support.generate(llm, prompts, 6), prompts, 6) < ATOL
+    finally:
+        support.close(llm)
