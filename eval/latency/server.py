@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from eval.latency import folder as folders
 from zaya.errors import CheckFailed, UserError
@@ -30,9 +30,13 @@ MENDS = (
     ("No available memory for the cache", "no memory is left for the cache; lower --max-model-len"),
     ("larger than the available KV cache memory", "the cache is too small; lower --max-model-len"),
     ("greater than the derived max_model_len", "--max-model-len is more than the model was made for; lower it"),
+    ("Unsupported CPU attention configuration", "vLLM's attention for CPUs takes no such head_dim; 32 and 64 work"),
     ("Available memory on node", "not enough memory is free; end other programs, or lower VLLM_CPU_KVCACHE_SPACE"),
     ("Free memory on device", "not enough memory is free on the GPU; end other programs on it"),
 )
+
+# errors of one process that only say that another failed
+FOLLOW_UPS = ("Engine core initialization failed", "EngineDeadError", "WorkerProc initialization failed")
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ def serve_folder(
         _wait(process, f"http://{folders.HOST}:{port}/health", folder, log, timeout_s)
         built = prove(folder, config, log)
         url = f"http://{folders.HOST}:{port}"
-        yield Server(url, _served_name(url, folder), built, log, options, time.monotonic() - began, process)
+        name = _served_name(url, folder)
+        _first_answer(url, name, folder, log)
+        yield Server(url, name, built, log, options, time.monotonic() - began, process)
     finally:
         _stop(process)
     if own_log:
@@ -164,12 +170,13 @@ def _wait(process: subprocess.Popen, health: str, folder: Path, log: Path, timeo
         time.sleep(0.3)
 
 
-def _explain(folder: Path, log: Path) -> None:
+def _explain(folder: Path, log: Path) -> NoReturn:
+    """Raise for a server that failed: UserError where the log has a sign that a person can act on."""
     text = log.read_text(encoding="utf-8", errors="replace")
     for sign, mend in MENDS:
         if sign in text:
             raise UserError(f"{folder}: {mend}; vLLM's log is {log}")
-    raise CheckFailed(f"{folder}: vLLM did not start: {reason(log)}; log: {log}")
+    raise CheckFailed(f"{folder}: vLLM cannot serve it: {reason(log)}; log: {log}")
 
 
 def last_line(log: Path) -> str:
@@ -183,7 +190,7 @@ def reason(log: Path) -> str:
     """The line of a log that says best why it ends: the first one of the last kind of error in it."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [x.strip() for x in lines if "Error: " in x or "Exception: " in x]
-    told = [x for x in errors if "Engine core initialization failed" not in x]
+    told = [x for x in errors if not any(sign in x for sign in FOLLOW_UPS)]
     return (told or errors or [last_line(log)])[-1][-300:]
 
 
@@ -213,6 +220,14 @@ def _served_name(url: str, folder: Path) -> str:
     if not (root.is_dir() and root.samefile(folder)):
         raise CheckFailed(f"{url} serves {root} and not {folder}; another server took the port")
     return card["id"]
+
+
+def _first_answer(url: str, name: str, folder: Path, log: Path) -> None:
+    """Ask for one token: an engine can start, and end at its first request."""
+    try:
+        request(f"{url}/v1/completions", {"model": name, "prompt": [1], "max_tokens": 1, "temperature": 0})
+    except CheckFailed:
+        _explain(folder, log)
 
 
 def request(url: str, body: dict[str, Any] | None = None, timeout_s: float = 300.0) -> dict[str, Any]:

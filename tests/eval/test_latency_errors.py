@@ -141,7 +141,7 @@ def test_a_server_that_ends_says_why(model, tmp_path, monkeypatch):
     said = "import sys; print('ValueError: head_dim is wrong'); sys.exit(3)"
     monkeypatch.setattr(server, "arguments", lambda *a: [sys.executable, "-c", said])
     with (
-        pytest.raises(CheckFailed, match=r"did not start: ValueError: head_dim is wrong; log: .*log\.txt"),
+        pytest.raises(CheckFailed, match=r"cannot serve it: ValueError: head_dim is wrong; log: .*log\.txt"),
         server.serve_folder(model, log=tmp_path / "log.txt"),
     ):
         pass
