@@ -3,6 +3,8 @@
 T tokens of the batch, H query and G key/value heads (`heads` and `groups` are this rank's share), d head size.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -19,7 +21,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 import zaya.vllm.state  # noqa: F401 - registers the op
 from zaya.errors import UserError
 from zaya.vllm import STATE_OP
-from zaya.vllm.state import ConvWeights
+from zaya.vllm.state import ConvWeights, by_heads, by_taps
 
 
 def state_shapes(config, ranks: int) -> tuple[tuple[int, int], tuple[int]]:
@@ -39,6 +41,18 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, torch.dtype]:
         vllm_config.model_config.dtype, vllm_config.cache_config.mamba_cache_dtype
     )
     return dtype, dtype
+
+
+class Convolution(nn.Module):
+    """Holds the weights of a convolution in the layout of the state op: `lay_out` of the checkpoint's tensor, after
+    `own` has taken this rank's share of it."""
+
+    def __init__(self, shape: tuple[int, ...], channels: int, own: Callable, lay_out: Callable):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(channels), requires_grad=False)
+        set_weight_attrs(self.weight, {"weight_loader": lambda p, loaded: p.data.copy_(lay_out(own(loaded)))})
+        set_weight_attrs(self.bias, {"weight_loader": lambda p, loaded: p.data.copy_(own(loaded))})
 
 
 class ZayaCCA(nn.Module, MambaBase):
@@ -63,13 +77,10 @@ class ZayaCCA(nn.Module, MambaBase):
             ReplicatedLinear(config.hidden_size, kv_size // 2, prefix=f"{prefix}.{name}", return_bias=False, **options)
             for name in ("v_proj_current", "v_proj_delayed")
         )
-        channels = (self.heads + self.groups) * self.size
-        self.conv_qk_depthwise = nn.Conv1d(channels, channels, config.cca_time0, groups=channels)
-        self.conv_qk_grouped = nn.Conv1d(channels, channels, config.cca_time1, groups=self.heads + self.groups)
-        for conv in (self.conv_qk_depthwise, self.conv_qk_grouped):
-            for p in conv.parameters():
-                p.requires_grad_(False)
-                set_weight_attrs(p, {"weight_loader": self._load_heads})
+        heads, channels = self.heads + self.groups, (self.heads + self.groups) * self.size
+        taps0, taps1 = config.cca_time0, config.cca_time1
+        self.conv_qk_depthwise = Convolution((taps0, channels), channels, self._own_heads, by_taps)
+        self.conv_qk_grouped = Convolution((heads, taps1 * self.size, self.size), channels, self._own_heads, by_heads)
         self._announce()
 
     def _announce(self) -> None:
@@ -79,16 +90,14 @@ class ZayaCCA(nn.Module, MambaBase):
         context[self.prefix] = self
         self.kv_cache = (torch.tensor([]), torch.tensor([]))
 
-    def _load_heads(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
+    def _own_heads(self, loaded: torch.Tensor) -> torch.Tensor:
         """This rank's query heads, then its key heads, of a tensor with all of them on axis 0."""
         q, k = loaded.split([self.heads * self.ranks * self.size, self.groups * self.ranks * self.size])
-        param.data.copy_(torch.cat([q.chunk(self.ranks)[self.rank], k.chunk(self.ranks)[self.rank]]))
+        return torch.cat([q.chunk(self.ranks)[self.rank], k.chunk(self.ranks)[self.rank]])
 
     def conv_weights(self) -> ConvWeights:
         """The weights of both convolutions, as the state op takes them."""
         first, second = self.conv_qk_depthwise, self.conv_qk_grouped
-        assert first.bias is not None
-        assert second.bias is not None
         return ConvWeights(first.weight, first.bias, second.weight, second.bias)
 
     def first_delayed(self, like: torch.Tensor) -> torch.Tensor:

@@ -26,29 +26,39 @@ class Requests(NamedTuple):
 
 
 class ConvWeights(NamedTuple):
-    """The two convolutions, as nn.Conv1d holds them."""
+    """The two convolutions, laid out for products: see `by_taps` and `by_heads`."""
 
-    depthwise: torch.Tensor  # [C, 1, k0]
+    depthwise: torch.Tensor  # [k0, C]
     depthwise_bias: torch.Tensor  # [C]
-    grouped: torch.Tensor  # [C, d, k1]
+    grouped: torch.Tensor  # [H + G, k1 d, d]
     grouped_bias: torch.Tensor  # [C]
+
+
+def by_taps(weight: torch.Tensor) -> torch.Tensor:
+    """nn.Conv1d's depthwise weight [C, 1, k0] -> [k0, C]."""
+    return weight[:, 0].T.contiguous()
+
+
+def by_heads(weight: torch.Tensor) -> torch.Tensor:
+    """nn.Conv1d's weight with one group per head [C, d, k1] -> [H + G, k1 d, d], rows are inputs, tap by tap."""
+    channels, size, taps = weight.shape
+    heads = channels // size
+    return weight.view(heads, size, size, taps).permute(0, 3, 2, 1).reshape(heads, taps * size, size)
 
 
 def convolve(columns: torch.Tensor, weights: ConvWeights) -> torch.Tensor:
     """columns [P, C] -> [P - k0 - k1 + 2, C]; the depthwise sum is in fp32, as in `zaya.kernels.cca`."""
-    taps0, taps1, size = weights.depthwise.shape[2], weights.grouped.shape[2], weights.grouped.shape[1]
-    channels = columns.shape[1]
-    heads, length = channels // size, columns.shape[0] - taps0 + 1
+    taps0, (heads, rows, size) = weights.depthwise.shape[0], weights.grouped.shape
+    taps1, length = rows // size, columns.shape[0] - taps0 + 1
     narrow = weights.depthwise_bias.float()
     for j in range(taps0):
-        narrow = narrow + columns[j : j + length] * weights.depthwise[:, 0, j].float()
+        narrow = narrow + columns[j : j + length] * weights.depthwise[j].float()
     narrow = narrow.to(columns.dtype)
     length = length - taps1 + 1
     stacked = torch.stack([narrow[j : j + length] for j in range(taps1)], dim=1).view(length, taps1, heads, size)
-    stacked = stacked.permute(2, 0, 1, 3).reshape(heads, length, taps1 * size)
-    kernel = weights.grouped.view(heads, size, size, taps1).permute(0, 3, 2, 1).reshape(heads, taps1 * size, size)
-    out = torch.baddbmm(weights.grouped_bias.view(heads, 1, size), stacked, kernel)
-    return out.transpose(0, 1).reshape(length, channels)
+    stacked = stacked.permute(2, 0, 1, 3).reshape(heads, length, rows)
+    out = torch.baddbmm(weights.grouped_bias.view(heads, 1, size), stacked, weights.grouped)
+    return out.transpose(0, 1).reshape(length, heads * size)
 
 
 def mix(

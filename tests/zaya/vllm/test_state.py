@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("vllm")
 
-from zaya.vllm.state import ConvWeights, Requests, mix
+from zaya.vllm.state import ConvWeights, Requests, by_heads, by_taps, mix
 
 HEADS, SIZE, WIDTH, SLOTS = 3, 8, 10, 7
 
@@ -18,19 +18,18 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: real(*a, **k).fill_(float("nan")))
 
 
-def make_weights(taps0: int, taps1: int) -> ConvWeights:
+def make_weights(taps0: int, taps1: int) -> tuple[list[torch.Tensor], ConvWeights]:
+    """Weights as nn.Conv1d holds them, and as the op takes them."""
     channels = HEADS * SIZE
     shapes = [(channels, 1, taps0), (channels,), (channels, SIZE, taps1), (channels,)]
-    return ConvWeights(*(torch.randn(s, dtype=torch.float64) for s in shapes))
+    w0, b0, w1, b1 = (torch.randn(s, dtype=torch.float64) for s in shapes)
+    return [w0, b0, w1, b1], ConvWeights(by_taps(w0), b0, by_heads(w1), b1)
 
 
-def whole(qk, delayed, first, w: ConvWeights):
+def whole(qk, delayed, first, w0, b0, w1, b1):
     """Both outputs for one sequence from its start, by torch's own convolution of the zero-padded sequence."""
-    reach = w.depthwise.shape[2] + w.grouped.shape[2] - 2
-    padded = F.pad(qk.T[None], (reach, 0))
-    y = F.conv1d(
-        F.conv1d(padded, w.depthwise, w.depthwise_bias, groups=HEADS * SIZE), w.grouped, w.grouped_bias, groups=HEADS
-    )
+    padded = F.pad(qk.T[None], (w0.shape[2] + w1.shape[2] - 2, 0))
+    y = F.conv1d(F.conv1d(padded, w0, b0, groups=HEADS * SIZE), w1, b1, groups=HEADS)
     return y[0].T, torch.cat([first[None], delayed[:-1]])
 
 
@@ -38,7 +37,7 @@ def whole(qk, delayed, first, w: ConvWeights):
 @pytest.mark.parametrize("seed", range(4))
 def test_any_batching_gives_what_whole_sequences_give(taps0, taps1, seed):
     torch.manual_seed(seed)
-    w, first = make_weights(taps0, taps1), torch.randn(WIDTH, dtype=torch.float64)
+    (as_saved, w), first = make_weights(taps0, taps1), torch.randn(WIDTH, dtype=torch.float64)
     lengths = [1, 2, 5, 17, 30]
     sequences = [(torch.randn(n, HEADS * SIZE).double(), torch.randn(n, WIDTH).double()) for n in lengths]
     # slots that were used before hold another request's state, which must not be seen
@@ -63,12 +62,12 @@ def test_any_batching_gives_what_whole_sequences_give(taps0, taps1, seed):
             got[i].append([o[starts[r] : starts[r + 1]] for o in outs])
             done[i] += take[r]
     for i, (qk, delayed) in enumerate(sequences):
-        for mine, expected in zip(zip(*got[i], strict=True), whole(qk, delayed, first, w), strict=True):
+        for mine, expected in zip(zip(*got[i], strict=True), whole(qk, delayed, first, *as_saved), strict=True):
             torch.testing.assert_close(torch.cat(mine), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_the_slots_of_the_batch_change():
-    w = make_weights(2, 2)
+    _, w = make_weights(2, 2)
     conv, value = torch.randn(SLOTS, 2, HEADS * SIZE).double(), torch.randn(SLOTS, WIDTH).double()
     before = conv.clone(), value.clone()
     batch = torch.randn(3, HEADS * SIZE).double(), torch.randn(3, WIDTH).double()
