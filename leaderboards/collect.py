@@ -150,7 +150,7 @@ def _read_training(folder: Path, release: Release, number) -> None:
         release.dataset = read_json(folder / "data" / "dataset.json", "dataset summary")
         release.dataset_number = next(number)
         release.dataset_provenance = _provenance(folder / "data")
-    for path in sorted((folder / "train").glob("*/run.json")):
+    for path in sorted((folder / "train").glob("[!.]*/run.json")):  # .NAME.previous is what a changed recipe left
         run = path.parent
         release.runs.append(
             Run(

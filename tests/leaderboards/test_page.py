@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,10 @@ def test_a_file_of_another_schema_is_named(tmp_path):
     path.write_text(path.read_text().replace('"metrics"', '"metrix"'))
     with pytest.raises(UserError, match="field metrics"):
         collect([tmp_path])
+
+
+def test_a_run_that_a_changed_recipe_moved_aside_is_not_shown(tmp_path):
+    folder = make_release(tmp_path)
+    runs = [r.name for r in collect([folder]).runs]
+    shutil.copytree(folder / "train" / runs[0], folder / "train" / f".{runs[0]}.previous")
+    assert [r.name for r in collect([folder]).runs] == runs
