@@ -28,7 +28,8 @@ def pick_backend(device: torch.device, requested: str = "auto") -> str:
     name = os.environ.get("ZAYA_KERNELS", "") or requested
     if name not in BACKENDS:
         raise ValueError(
-            f"kernels: unknown backend {name!r} (ZAYA_KERNELS or the config field `kernels`); use one of {', '.join(BACKENDS)}"
+            f"kernels: unknown backend {name!r} (ZAYA_KERNELS or the config field `kernels`); "
+            f"use one of {', '.join(BACKENDS)}"
         )
     if name != "auto":
         return name
