@@ -1,14 +1,12 @@
 """One arm's run folder: started, resumed, finished. This is what each rank does."""
 
 import datetime
-import fcntl
 import json
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from training.parallel.group import Group
 from training.recipe import Recipe
 from training.trainer import Trainer
 from zaya.errors import UserError
-from zaya.files import read_json, read_manifest, write_json, write_manifest
+from zaya.files import exclusive, read_json, read_manifest, write_json, write_manifest
 from zaya.results import provenance
 from zaya.shards import TokenShards
 
@@ -90,16 +88,10 @@ def make_trainer(
     return Trainer(recipe.train, model, loader, accelerator, group, callbacks)
 
 
-@contextmanager
-def only_one(out: Path) -> Iterator[None]:
+def only_one(out: Path) -> AbstractContextManager[None]:
     """Hold a run folder: a second training into it at the same time is a UserError."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out.parent / f".{out.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{out}: another training is running there; wait for it or choose another --out") from None
-        yield
+    busy = f"{out}: another training is running there; wait for it or choose another --out"
+    return exclusive(out.parent / f".{out.name}.lock", busy)
 
 
 def prepare(out: Path, ids: dict[str, Any]) -> bool:

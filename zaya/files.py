@@ -5,6 +5,7 @@ Every stage of a release writes one folder through `stage_dir`: a temporary name
 """
 
 import contextlib
+import fcntl
 import fnmatch
 import hashlib
 import json
@@ -96,6 +97,18 @@ def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
             f"{folder}: {what} needs about {needed_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
             "free some space or choose another folder"
         )
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, busy: str) -> Iterator[None]:
+    """Hold the file `lock` until the end, or the process's. Raises UserError(busy) when another process has it."""
+    Path(lock).parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(busy) from None
+        yield
 
 
 def _replaced(path: Path) -> Path:

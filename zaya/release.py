@@ -5,7 +5,6 @@ now - its part of the recipe, the digests of what it reads, the versions of what
 still there. Anything else runs again, and everything after it whose inputs changed.
 """
 
-import fcntl
 import importlib.util
 import json
 import os
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,16 @@ import typer
 
 from zaya import __version__
 from zaya.errors import CheckFailed, UserError
-from zaya.files import MANIFEST, read_json, read_manifest, require_free_space, sha256_file, sha256_json, write_json
+from zaya.files import (
+    MANIFEST,
+    exclusive,
+    read_json,
+    read_manifest,
+    require_free_space,
+    sha256_file,
+    sha256_json,
+    write_json,
+)
 
 NEEDS = {"accelerate": "train", "tokenizers": "train", "lm_eval": "eval", "olmo_eval": "eval"}
 FREE_BYTES = 2_000_000_000  # assumed: the demo's folders come to well under this
@@ -189,16 +197,9 @@ def preflight(out: Path, serves: bool) -> None:
     require_free_space(out, FREE_BYTES, "the release")
 
 
-@contextmanager
-def only_one(out: Path) -> Iterator[None]:
+def only_one(out: Path) -> AbstractContextManager[None]:
     """Hold the release folder: a second release of it at the same time is a UserError."""
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{out}: another release is running there; wait for it or choose another `out`") from None
-        yield
+    return exclusive(out / ".lock", f"{out}: another release is running there; wait for it or choose another `out`")
 
 
 def why_run(stage: Stage, stamp: Path, force: bool) -> str | None:
