@@ -16,7 +16,7 @@ demo: env
 	@$(RUN)/zaya release training/recipes/demo.yaml
 
 test: env chromium lint
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile
+	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: env
 	@echo "lint: ruff, mypy"

@@ -14,3 +14,8 @@ if "triton" not in sys.modules and not torch.cuda.is_available():
     with contextlib.suppress(ImportError):
         importlib.import_module("triton.language")
     del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """The chain first: it takes longest, and everything else fits beside it on the other worker."""
+    items.sort(key=lambda item: item.get_closest_marker("chain") is None)
