@@ -21,8 +21,9 @@ with open(sys.argv[1], "a") as f:
 time.sleep(600)
 """
 STARTER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
 from eval.latency.server import _launch
 os.environ["SOURCE"] = sys.argv[2]
 process = _launch([sys.executable, "-c", sys.argv[2], sys.argv[1]], Path(sys.argv[1] + ".log"))
