@@ -27,9 +27,9 @@ def verify(
     model: Annotated[Path, typer.Argument(help="Exported folder.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the result files; none: print only.")] = None,
     text: Annotated[Path | None, typer.Option(help="JSON lines with a field `text` to probe with.")] = None,
-    prompts: Annotated[int, typer.Option(help="Number of probe prompts.")] = 8,
-    new_tokens: Annotated[int, typer.Option(help="Greedy tokens to generate for each prompt.")] = 32,
-    atol: Annotated[float, typer.Option(help="Largest allowed difference of logits, fp32.")] = 1e-4,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of probe prompts.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to generate for each prompt.")] = 32,
+    atol: Annotated[float, typer.Option(min=0, help="Largest allowed difference of logits, fp32.")] = 1e-4,
     vllm: Annotated[bool, typer.Option("--vllm", help="Compare with a vLLM server too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:

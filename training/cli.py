@@ -94,10 +94,10 @@ def _train(loaded: Recipe, arm: str, data: Path, out: Path) -> dict[str, Any] | 
             return None
     else:
         from training.run import identity, only_one, prepare, train
-        from zaya.shards import TokenShards
 
+        ids = identity(loaded, arm, data)
         with only_one(out):
-            if prepare(out, identity(loaded, arm, TokenShards(data, "train").fingerprint)):
+            if prepare(out, ids):
                 logging.getLogger(__name__).warning("%s: finished already, nothing to do", out)
             elif loaded.train.ranks > 1:
                 launch.launch(sys.argv[1:], loaded.train.ranks, loaded.train.threads_per_rank)

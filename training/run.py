@@ -35,8 +35,13 @@ RUN, PROVENANCE = "run.json", "provenance.json"
 RUNTIME_ONLY = {"keep", "checkpoint_every", "threads_per_rank"}  # of `train`: no influence on what is learned
 
 
-def identity(recipe: Recipe, arm: str, fingerprint: str) -> dict[str, Any]:
-    """JSON values that say which run this is. A checkpoint of another identity is never resumed from."""
+def identity(recipe: Recipe, arm: str, data: Path) -> dict[str, Any]:
+    """JSON values that say which run this is. A checkpoint of another identity is never resumed from.
+
+    Raises UserError when `data` holds no token shards, or those of another vocabulary.
+    """
+    shards = TokenShards(data, "train")
+    shards.check_vocabulary(recipe.tokenizer.vocab_size, "tokenizer.vocab_size")
     both = {"model": recipe.model.model_dump(), "baseline": recipe.baseline and recipe.baseline.model_dump()}
     return {
         "arm": arm,
@@ -44,7 +49,7 @@ def identity(recipe: Recipe, arm: str, fingerprint: str) -> dict[str, Any]:
         "config": both["model" if arm == "zaya" else "baseline"],
         "vocab_size": recipe.tokenizer.vocab_size,
         "train": recipe.train.model_dump(exclude=RUNTIME_ONLY),
-        "data": fingerprint,
+        "data": shards.fingerprint,
     }
 
 
@@ -73,13 +78,12 @@ def make_trainer(
 ) -> Trainer:
     """A trainer with everything that the recipe asks for. Without `out` nothing is written: for measurements."""
     train, heldout = TokenShards(data, "train"), TokenShards(data, "heldout")
-    train.check_vocabulary(recipe.tokenizer.vocab_size, "tokenizer.vocab_size")
     model = build(recipe, arm).to(accelerator.device)
     callbacks: list[Callback] = []
     if hasattr(model, "pop_expert_counts"):
         callbacks.append(BalanceCallback(model, recipe.train.balance))
     if out is not None:
-        ids = identity(recipe, arm, train.fingerprint)
+        ids = identity(recipe, arm, data)
         callbacks.append(HeldoutCallback(heldout, recipe.train))
         callbacks.append(LogCallback(out, recipe.train, out.name))
         writer = Writer(out, group, recipe.train.keep, data / "tokenizer", ids)
@@ -124,7 +128,7 @@ def train(recipe: Recipe, arm: str, data: Path, out: Path) -> None:
     """
     began = datetime.datetime.now(datetime.UTC)
     accelerator, group = start(recipe)
-    ids = identity(recipe, arm, TokenShards(data, "train").fingerprint)
+    ids = identity(recipe, arm, data)
     if group.share(prepare(out, ids) if group.rank == 0 else None):
         return
     trainer = make_trainer(recipe, arm, data, accelerator, group, out)

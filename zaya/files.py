@@ -131,8 +131,11 @@ def whole_dir(path: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all: yields a temporary sibling, renamed to `path` on success.
 
     What was at `path` is replaced only then. Leftovers of killed runs beside it are removed first.
+    Raises UserError when `path` is a file, or a folder with something in it and no manifest: not ours to replace.
     """
     path = recover(path)
+    if path.exists() and not (path.is_dir() and (read_manifest(path) is not None or not any(path.iterdir()))):
+        raise UserError(f"{path}: is there already and was not made by zaya; choose another name, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{path.name}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)

@@ -44,6 +44,8 @@ def test_every_command_exists_and_documents_its_parameters(words, target):
         (["release", "no/such.yaml"], "no/such.yaml"),
         (["export", "no/such", "out"], "no/such"),
         (["verify", "no/such"], "no/such"),
+        (["verify", "no/such", "--prompts", "0"], "--prompts"),
+        (["verify", "no/such", "--new-tokens", "-3"], "--new-tokens"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, argv, expected):

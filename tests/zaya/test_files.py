@@ -40,6 +40,26 @@ def test_a_failed_stage_leaves_the_old_result_and_nothing_else(tmp_path):
     assert os.listdir(tmp_path) == ["stage"]
 
 
+@pytest.mark.parametrize("there", ["file", "folder"])
+def test_what_is_not_ours_is_never_replaced(tmp_path, there):
+    out = tmp_path / "precious"
+    if there == "folder":
+        out.mkdir()
+    kept = out if there == "file" else out / "thesis.txt"
+    kept.write_text("a year's work")
+    with pytest.raises(UserError, match="was not made by zaya"), files.stage_dir(out, "demo", {}) as folder:
+        (folder / "a.txt").write_text("a")
+    assert kept.read_text() == "a year's work"
+    assert os.listdir(tmp_path) == ["precious"]
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    with files.stage_dir(tmp_path / "out", "demo", {}) as folder:
+        (folder / "a.txt").write_text("a")
+    assert (tmp_path / "out" / "a.txt").exists()
+
+
 def test_leftovers_of_a_killed_run_are_removed(tmp_path):
     (tmp_path / ".stage.tmp-killed").mkdir()
     with files.whole_dir(tmp_path / "stage") as folder:
@@ -49,7 +69,7 @@ def test_leftovers_of_a_killed_run_are_removed(tmp_path):
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
     out = tmp_path / "stage"
-    with files.whole_dir(out) as folder:
+    with files.stage_dir(out, "demo", {}) as folder:
         (folder / "a.txt").write_text("old")
     real, seen = os.rename, []
 
