@@ -2,15 +2,15 @@
 (docs/kernels.md), never by tuning at run time. "cuda" is sm_90, "hip" is gfx942, "interpreter" is Triton's on the CPU.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 # ------------------------------------------------------------------------------------------------------------- moe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tile:
     """One product's tile: BM rows x BN columns, reduced BK at a time.
 
@@ -34,17 +34,22 @@ class Tile:
 
     def fit(self, n: int, k: int) -> "Tile":
         """The same tile with BN and BK lowered to divide a width of n and a reduction of k (multiples of 16)."""
-        bn, bk = math.gcd(self.bn, n), math.gcd(self.bk, k)
-        if (bn, bk) == (self.bn, self.bk):
-            return self
-        return replace(self, bn=bn, bk=bk, split=self.split if bn == self.bn else 1)
+        return _fit(self, n, k)
 
     @property
     def launch(self) -> dict[str, int]:
         return {"num_warps": self.warps, "num_stages": self.stages, **self.options}
 
 
-@dataclass(frozen=True)
+@functools.cache  # launches are cached by the tile's identity
+def _fit(tile: Tile, n: int, k: int) -> Tile:
+    bn, bk = math.gcd(tile.bn, n), math.gcd(tile.bk, k)
+    if (bn, bk) == (tile.bn, tile.bk):
+        return tile
+    return replace(tile, bn=bn, bk=bk, split=tile.split if bn == tile.bn else 1)
+
+
+@dataclass(frozen=True, eq=False)
 class MoeTiles:
     """How `moe` runs for up to `tokens` tokens.
 
@@ -165,7 +170,8 @@ ROUTER_DECODE_TOKENS = 64  # up to here the two decode kernels are used,
 ROUTER_VECTOR_TOKENS = 4  # and up to here those that take one token at a time
 
 
-class RouterTile(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RouterTile:
     """One launch: block sizes (constexpr arguments), launch options, and into how many ranges a sum is split."""
 
     blocks: dict[str, int]
@@ -212,6 +218,10 @@ ROUTER: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
 
 def router_tile(kernel: str, backend: str, tokens: int, width: int) -> RouterTile:
     """The tile of `kernel` for `tokens` tokens and router width `width`."""
-    tile = next(tile for limit, tile in ROUTER[kernel, backend] if tokens <= limit)
+    return _narrowed(next(tile for limit, tile in ROUTER[kernel, backend] if tokens <= limit), width)
+
+
+@functools.cache
+def _narrowed(tile: RouterTile, width: int) -> RouterTile:
     shrink = {k: min(v, width) for k, v in tile.blocks.items() if k in ("BC", "BM", "BN") and width}
-    return tile._replace(blocks=tile.blocks | shrink)
+    return replace(tile, blocks=tile.blocks | shrink)

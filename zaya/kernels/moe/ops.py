@@ -1,8 +1,9 @@
 """`moe` as torch.library ops: `zaya::moe_forward`, `zaya::moe_decode` and `zaya::moe_backward`, with fake kernels and
 autograd. The host only sizes buffers and launches: it reads no device value, so everything can be captured in a graph.
+
+In eager mode `moe_triton` calls what the ops call, without the dispatcher's detour through Python (`launch.watched`).
 """
 
-import contextlib
 import functools
 import os
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
 from zaya.kernels import log_once, tiles
+from zaya.kernels.launch import Launch, on_device, watched
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
 
@@ -45,10 +48,6 @@ def unsupported(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> str | Non
     return None
 
 
-def _on(x: Tensor) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
-
-
 def _grid(table: tiles.MoeTiles, tile: tiles.Tile, tile_count: int, x: Tensor) -> tuple[int]:
     if not table.persistent:
         return (max(tile_count, 1),)
@@ -70,24 +69,30 @@ def _operand(table: tiles.MoeTiles, t: Tensor, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(t, block)
 
 
-def _common(tile: tiles.Tile, offs: Tensor, table: tiles.MoeTiles) -> dict[str, Any]:
-    num_experts = offs.numel() - 2
+@functools.cache
+def _product(kernel, table: tiles.MoeTiles, tile: tiles.Tile, num_experts: int, **constants) -> Launch:
+    """The launch of a product's kernel with this tile."""
     shape = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": tile.group, "TMA": table.tma}
-    return shape | {
-        "E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "FLATTEN": tile.flatten,
-    } | tile.launch  # fmt: skip
+    shape |= {"E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "FLATTEN": tile.flatten}
+    shape |= constants
+    return Launch(kernel, **{k: v for k, v in shape.items() if v is not None}, **tile.launch)
 
 
 def _up(table, x, w, pre, act, rows, offs, save):
-    width, hidden = w.shape[2], w.shape[1] // 2
+    num_experts, double, width = w.shape
+    hidden = double // 2
     tile = table.up.fit(hidden, width)
     out = [tile.bm, tile.bn]
     weight = w.view(-1, 2, hidden, width) if tile.wide else w.view(-1, width)
-    kernels.moe_up_kernel[_grid(table, tile, rows.numel() // tile.bm * (hidden // tile.bn), x)](
+    to = _operand(table, act, out)
+    launch = _product(
+        kernels.moe_up_kernel, table, tile, num_experts, WIDE=tile.wide, SAVE=save, DTYPE=DTYPES[x.dtype]
+    )
+    launch(
+        _grid(table, tile, rows.numel() // tile.bm * (hidden // tile.bn), x),
         _operand(table, x, [tile.bm, tile.bk]),
         _operand(table, weight, [1, 2, tile.bn, tile.bk] if tile.wide else [tile.bn, tile.bk]),
-        _operand(table, pre, out) if save else _operand(table, act, out), _operand(table, act, out), rows, offs,
-        width, hidden, x.stride(0), WIDE=tile.wide, SAVE=save, DTYPE=DTYPES[x.dtype], **_common(tile, offs, table),
+        _operand(table, pre, out) if save else to, to, rows, offs, width, hidden, x.stride(0),
     )  # fmt: skip
 
 
@@ -95,52 +100,56 @@ def _rows(table, tile, a, w, out, weights, rows, offs, nt):
     """out[token] = weight * a W^T (nt) or a W, per expert, for the routed tokens."""
     k, n = a.shape[1], out.shape[1]
     tile = tile.fit(n, k)
-    kernels.moe_rows_kernel[_grid(table, tile, rows.numel() // tile.bm * (n // tile.bn), a)](
+    weighted = weights is not None
+    launch = _product(kernels.moe_rows_kernel, table, tile, w.shape[0], NT=nt, WEIGHTED=weighted, SPLIT=tile.split > 1)
+    launch(
+        _grid(table, tile, rows.numel() // tile.bm * (n // tile.bn), a),
         _operand(table, a, [tile.bm, tile.bk]),
         _operand(table, w.view(-1, w.shape[2]), [tile.bn, tile.bk] if nt else [tile.bk, tile.bn]),
-        out, weights if weights is not None else out, rows, offs, k, n,
-        NT=nt, WEIGHTED=weights is not None, SPLIT=tile.split > 1, **_common(tile, offs, table),
+        out, weights if weighted else out, rows, offs, k, n,
     )  # fmt: skip
 
 
 def _dact(table, dy, w, pre, dpre, act, weights, rows, offs):
     """Fills dpre and act; returns the gradient of the weights as partial sums [parts, R]."""
-    width, hidden = w.shape[1], w.shape[2]
+    num_experts, width, hidden = w.shape
     tile = table.dact.fit(hidden, width)
     parts = torch.empty(hidden // tile.bn, rows.numel(), dtype=torch.float32, device=dy.device)
-    kernels.moe_dact_kernel[_grid(table, tile, rows.numel() // tile.bm * (hidden // tile.bn), dy)](
+    launch = _product(kernels.moe_dact_kernel, table, tile, num_experts, SUB=tile.split, DTYPE=DTYPES[dy.dtype])
+    launch(
+        _grid(table, tile, rows.numel() // tile.bm * (hidden // tile.bn), dy),
         _operand(table, dy, [tile.bm, tile.bk]), _operand(table, w.view(-1, hidden), [tile.bk, tile.bn]),
         pre, dpre, act, parts, weights, rows, offs, width, hidden, rows.numel(), dy.stride(0),
-        SUB=tile.split, DTYPE=DTYPES[dy.dtype], **_common(tile, offs, table),
     )  # fmt: skip
     return parts
 
 
 def _dw(table, a, b, out, rows, offs, a_tokens=False, b_tokens=False, add=False):
     """out[e] (+)= a_e^T b_e."""
-    m, n = out.shape[1:]
+    num_experts, m, n = out.shape
     tile = table.dw.fit(n, table.dw.bk)
     assert table.pad % tile.bk == 0, "a step over the rows would run into the next expert"
     bm = min(tile.bm, m & -m)
-    shared = _common(tile, offs, table)
-    del shared["E_PAD"], shared["BK"]
-    kernels.moe_dw_kernel[_grid(table, tile, out.shape[0] * (m // bm) * (n // tile.bn), a)](
+    constants = {"A_TOKENS": a_tokens, "B_TOKENS": b_tokens, "ADD": add, "SPLIT": tile.split > 1}
+    constants |= {"BM": bm, "BT": tile.bk, "BK": None, "E_PAD": None}
+    _product(kernels.moe_dw_kernel, table, tile, num_experts, **constants)(
+        _grid(table, tile, num_experts * (m // bm) * (n // tile.bn), a),
         _operand(table, a, [tile.bk, bm]), _operand(table, b, [tile.bk, tile.bn]), out, rows, offs, m, n,
-        a.stride(0), b.stride(0), A_TOKENS=a_tokens, B_TOKENS=b_tokens, ADD=add, SPLIT=tile.split > 1,
-        **(shared | {"BM": bm, "BT": tile.bk}),
+        a.stride(0), b.stride(0),
     )  # fmt: skip
+
+
+_SUMS = Launch(kernels.moe_weight_sums_kernel, BT=256)
 
 
 def _weight_sums(parts: Tensor, slot: Tensor) -> Tensor:
     """[T] fp32: the gradient of the gate weights from its partial sums [parts, R] in expert order."""
     out = torch.empty(slot.shape[0], dtype=torch.float32, device=parts.device)
-    grid = (max(triton.cdiv(slot.shape[0], 256), 1),)
-    kernels.moe_weight_sums_kernel[grid](parts, slot, out, slot.shape[0], parts.shape[1], parts.shape[0], BT=256)
+    _SUMS((max(-(-slot.shape[0] // 256), 1),), parts, slot, out, slot.shape[0], parts.shape[1], parts.shape[0])
     return out
 
 
-@torch.library.custom_op("zaya::moe_forward", mutates_args=())
-def moe_forward(
+def _forward(
     x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, weights: Tensor, save: bool,
     main_gate_up: Tensor | None, main_down: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -148,7 +157,7 @@ def moe_forward(
     num_experts, double, _ = gate_up_proj.shape
     table = tiles.moe_tiles(backend_of(x), x.shape[0])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with _on(x):
+    with on_device(x):
         room = permute.max_rows(x.shape[0], num_experts, tiles.moe_largest_pad(backend_of(x)))
         rows, slot, offs = permute.permutation(ids, num_experts, table.pad, room)
         grouped, _ = permute.gather(x if table.tma else None, None, y, rows, offs)
@@ -159,6 +168,9 @@ def moe_forward(
     return y, pre, rows, slot, offs
 
 
+moe_forward = torch.library.custom_op("zaya::moe_forward", _forward, mutates_args=())
+
+
 @moe_forward.register_fake
 def _(x, gate_up_proj, down_proj, ids, weights, save, main_gate_up, main_down):
     num_experts, double, _ = gate_up_proj.shape
@@ -167,29 +179,37 @@ def _(x, gate_up_proj, down_proj, ids, weights, save, main_gate_up, main_down):
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count if save else 0, double), *ints
 
 
-@torch.library.custom_op("zaya::moe_decode", mutates_args=())
-def moe_decode(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+@functools.cache
+def _decode_launches(tile: tiles.DecodeTile, padded: int, experts: int, width: int, hidden: int):
+    """For `padded` tokens, a power of two: (up kernel, its column blocks, down kernel, its column blocks)."""
+    shape = {"E": experts, "E_PAD": triton.next_power_of_2(experts), "VEC": tile.vec, "PDL": tile.pdl}
+    shape |= {"BM": 1 if tile.vec else 16, "T_PAD": padded}
+    shape |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk_up, width)
+    up, up_blocks = Launch(decode.moe_decode_up_kernel, BN=bn, BK=bk, **shape), hidden // bn
+    bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk_down, hidden)
+    shape |= {"launch_pdl": True} if tile.pdl else {}
+    return up, up_blocks, Launch(decode.moe_decode_down_kernel, BN=bn, BK=bk, **shape), width // bn
+
+
+def _decode(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """y [T, D] for the few tokens of MOE_DECODE; no gradient."""
     tile = tiles.moe_decode_tile(backend_of(x), x.shape[0])
     assert tile is not None
     tokens, (num_experts, width, hidden) = x.shape[0], down_proj.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     act = x.new_empty(tokens, hidden)
-    pdl = {"launch_pdl": True} if tile.pdl else {}
-    shape = {"E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "VEC": tile.vec, "PDL": tile.pdl}
-    shape |= {"BM": 1 if tile.vec else 16, "T_PAD": triton.next_power_of_2(max(tokens, 1))}
-    shape |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk_up, width)
     slots = max(min(tokens, num_experts), 1)
-    with _on(x):
-        decode.moe_decode_up_kernel[(hidden // bn, slots)](
-            x, gate_up_proj, act, ids, tokens, width, hidden, x.stride(0), BN=bn, BK=bk, **shape
-        )
-        bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk_down, hidden)
-        decode.moe_decode_down_kernel[(width // bn, slots)](
-            act, down_proj, y, weights, ids, tokens, width, hidden, BN=bn, BK=bk, **shape, **pdl
-        )
+    up, up_blocks, down, down_blocks = _decode_launches(
+        tile, 1 << max(tokens - 1, 0).bit_length(), num_experts, width, hidden
+    )
+    with on_device(x):
+        up((up_blocks, slots), x, gate_up_proj, act, ids, tokens, width, hidden, x.stride(0))
+        down((down_blocks, slots), act, down_proj, y, weights, ids, tokens, width, hidden)
     return y
+
+
+moe_decode = torch.library.custom_op("zaya::moe_decode", _decode, mutates_args=())
 
 
 @moe_decode.register_fake
@@ -201,8 +221,7 @@ def _divisor(block: int, size: int) -> int:
     return min(block, size & -size)
 
 
-@torch.library.custom_op("zaya::moe_backward", mutates_args=("main_gate_up", "main_down"))
-def moe_backward(
+def _gradients(
     dy: Tensor, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, weights: Tensor, pre: Tensor, rows: Tensor,
     slot: Tensor, offs: Tensor, need_x: bool, need_w: bool, main_gate_up: Tensor | None, main_down: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -211,7 +230,7 @@ def moe_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
     dpre = torch.empty_like(pre)
     act = x.new_empty(rows.numel(), pre.shape[1] // 2)
-    with _on(x):
+    with on_device(x):
         zero = dx if need_x else torch.empty_like(dy)
         gdy, gx = permute.gather(dy if table.tma else None, x if table.tma and need_w else None, zero, rows, offs)
         left, right = (gdy, gx) if table.tma else (dy, x)
@@ -231,6 +250,9 @@ def _weight_gradient(table, a, b, weight, main, rows, offs, a_tokens=False, b_to
     out = torch.empty_like(weight, memory_format=torch.contiguous_format) if main is None else main
     _dw(table, a, b, out, rows, offs, a_tokens, b_tokens, add=main is not None)
     return out if main is None else weight.new_empty(0)
+
+
+moe_backward = torch.library.custom_op("zaya::moe_backward", _gradients, mutates_args=("main_gate_up", "main_down"))
 
 
 @moe_backward.register_fake
@@ -256,9 +278,8 @@ def _backward(ctx, dy, *_):
     x, gate_up_proj, down_proj, weights, *saved = ctx.saved_tensors
     need_x, need_1, need_2, _, need_p = ctx.needs_input_grad[:5]
     dy = dy if dy.stride(1) == 1 and dy.dtype == x.dtype else dy.to(x.dtype).contiguous()
-    dx, dw1, dw2, dp = moe_backward(
-        dy, x, gate_up_proj, down_proj, weights, *saved, need_x, need_1 or need_2, *ctx.mains
-    )
+    run = moe_backward if watched(dy, x, gate_up_proj, down_proj) else _gradients
+    dx, dw1, dw2, dp = run(dy, x, gate_up_proj, down_proj, weights, *saved, need_x, need_1 or need_2, *ctx.mains)
     dw1 = dw1 if need_1 and ctx.mains[0] is None else None
     dw2 = dw2 if need_2 and ctx.mains[1] is None else None
     return dx if need_x else None, dw1, dw2, None, dp.to(weights.dtype) if need_p else None, None, None, None
@@ -267,16 +288,33 @@ def _backward(ctx, dy, *_):
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+class _Direct(torch.autograd.Function):
+    """The autograd of `zaya::moe_forward` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        return _backward(ctx, *gradients)
+
+
 def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights):
     """`moe` by kernels: same arguments and result. Check `unsupported` first."""
     weights = [w.to(x.dtype).contiguous() for w in (gate_up_proj, down_proj)]
     x = x if x.stride(1) == 1 else x.contiguous()
     inputs = (x, *weights, expert_ids.contiguous(), gate_weights.contiguous())
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, gate_weights))
+    direct = not watched(x, *weights)
     if not save and tiles.moe_decode_tile(backend_of(x), x.shape[0]) is not None:
-        return moe_decode(*inputs)
+        return _decode(*inputs) if direct else moe_decode(*inputs)
     mains = [_main_gradient(p) if save else None for p in (gate_up_proj, down_proj)]
-    return moe_forward(*inputs, save, *mains)[0]
+    run = moe_forward if not direct else _Direct.apply if save else _forward
+    return run(*inputs, save, *mains)[0]
 
 
 def _main_gradient(parameter: Tensor) -> Tensor | None:

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from zaya.kernels.launch import Launch
+
 BLOCK = 256  # tokens per program
 CHUNK = 64  # blocks whose counts are added at once
 
@@ -159,16 +161,32 @@ def permutation(
     rows = ints(room)
     slot = ints(tokens)
     offs = ints(num_experts + 2)
-    e_pad = triton.next_power_of_2(num_experts + 1)
-    blocks = max(triton.cdiv(tokens, BLOCK), 1)
-    counts = ints(blocks, e_pad) if blocks > 1 else offs
-    shape = {"E": num_experts, "E_PAD": e_pad, "BLOCK": BLOCK}
+    blocks = max(-(-tokens // BLOCK), 1)
+    counts = ints(blocks, 1 << num_experts.bit_length()) if blocks > 1 else offs
     if blocks > 1:
-        moe_count_kernel[(blocks,)](expert_ids, counts, tokens, **shape)
-    moe_place_kernel[(blocks,)](
-        expert_ids, counts, rows, slot, offs, tokens, blocks, PAD=pad, CHUNK=CHUNK, SINGLE=blocks == 1, **shape
-    )
+        _count(num_experts)((blocks,), expert_ids, counts, tokens)
+    _place(num_experts, pad, blocks == 1)((blocks,), expert_ids, counts, rows, slot, offs, tokens, blocks)
     return rows, slot, offs
+
+
+def _classes(num_experts: int) -> dict[str, int]:
+    return {"E": num_experts, "E_PAD": 1 << num_experts.bit_length(), "BLOCK": BLOCK}
+
+
+@functools.cache
+def _count(num_experts: int) -> Launch:
+    return Launch(moe_count_kernel, **_classes(num_experts))
+
+
+@functools.cache
+def _place(num_experts: int, pad: int, single: bool) -> Launch:
+    return Launch(moe_place_kernel, PAD=pad, CHUNK=CHUNK, SINGLE=single, **_classes(num_experts))
+
+
+@functools.cache
+def _gather(num_experts: int, width: int, copy: bool, pair: bool) -> Launch:
+    block = min(1024, triton.next_power_of_2(width))
+    return Launch(moe_gather_kernel, E=num_experts, BR=8, BD=block, COPY=copy, PAIR=pair, num_warps=8)
 
 
 def gather(src, src2, zero, rows, offs):
@@ -177,10 +195,8 @@ def gather(src, src2, zero, rows, offs):
     dst = src.new_empty(rows.numel(), width) if src is not None else None
     dst2 = src2.new_empty(rows.numel(), width) if src2 is not None else None
     a, b = src if src is not None else zero, src2 if src2 is not None else zero
-    grid = (triton.cdiv(rows.numel(), 8),)
-    moe_gather_kernel[grid](
-        a, b, dst if dst is not None else zero, dst2 if dst2 is not None else zero, zero, rows, offs, width,
-        a.stride(0), b.stride(0), E=num_experts, BR=8, BD=min(1024, triton.next_power_of_2(width)),
-        COPY=src is not None, PAIR=src2 is not None, num_warps=8,
+    _gather(num_experts, width, src is not None, src2 is not None)(
+        (-(-rows.numel() // 8),), a, b, dst if dst is not None else zero, dst2 if dst2 is not None else zero,
+        zero, rows, offs, width, a.stride(0), b.stride(0),
     )  # fmt: skip
     return dst, dst2

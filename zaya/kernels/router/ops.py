@@ -1,25 +1,34 @@
-"""The router's kernels as `torch.library` operators, with fake kernels and autograd."""
+"""The router's kernels as `torch.library` operators, with fake kernels and autograd.
+
+In eager mode `route` and `route_from_hidden` call what the operators call, without the dispatcher's detour through
+Python (`launch.watched`).
+"""
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from zaya.errors import UserError
+from zaya.kernels.launch import Launch, on_device, watched
 from zaya.kernels.router import decode
 from zaya.kernels.router import triton as kernels
-from zaya.kernels.tiles import ROUTER_DECODE_TOKENS, ROUTER_VECTOR_TOKENS, router_tile
+from zaya.kernels.tiles import ROUTER_DECODE_TOKENS, ROUTER_VECTOR_TOKENS, RouterTile, router_tile
 
 BACKEND = "hip" if torch.version.hip else "cuda"
 
 
-def unsupported(u: Tensor, out_weight: Tensor) -> str | None:
+def unsupported(dtype: torch.dtype, out_weight: Tensor) -> str | None:
     """Why the kernels do not take this router, in a few words; None when they do."""
-    width, classes = u.shape[-1], out_weight.shape[0]
+    classes, width = out_weight.shape
     if width not in (16, 32, 64, 128, 256):
         return f"router width {width} is not a power of two from 16 to 256"
     if classes > 64:
         return f"{classes} classes are more than 64"
-    if u.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"dtype {u.dtype}"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {dtype}"
     return None
 
 
@@ -28,12 +37,15 @@ def _padded(classes: int) -> int:
 
 
 def _device(x: Tensor):
-    """Launches go to the current device: make it the tensor's. Raises UserError for a tensor that is on no GPU."""
-    if x.is_cuda:
-        return torch.cuda.device(x.device)
-    if not kernels.INTERPRET.value:
+    """`on_device`; raises UserError for a tensor that is on no GPU."""
+    if not (x.is_cuda or kernels.INTERPRET.value):
         raise UserError(f"kernels: no Triton kernel runs on {x.device.type}; use 'auto' or 'reference' (ZAYA_KERNELS)")
-    return torch.device("cpu")
+    return on_device(x)
+
+
+@functools.cache
+def _launch(kernel: Any, tile: RouterTile, **constants: Any) -> Launch:
+    return Launch(kernel, **constants, **tile.blocks, **tile.options)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -45,8 +57,7 @@ def _or(x: Tensor | None, other: Tensor) -> Tensor:
     return other if x is None else x
 
 
-@torch.library.custom_op("zaya::router", mutates_args=())
-def router_op(
+def _forward(
     u: Tensor,
     prev_state: Tensor | None,
     state_scale: Tensor | None,
@@ -60,39 +71,28 @@ def router_op(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(expert_ids [T] int64, gate weights [T] fp32, state [T, R], tokens of each class [C] int32)."""
-    return _forward(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps)
+    outputs = _outputs(u, w3.shape[0])
+    _choose(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps, *outputs)
+    return outputs
 
 
-def _forward(u, prev_state, state_scale, norm_weight, mlp, eps):
+def _choose(u, prev_state, state_scale, norm_weight, mlp, eps, ids, weights, state, counts):
+    """Fills the outputs; counts may be None."""
     (tokens, width), classes = u.shape, mlp[4].shape[0]
+    if not tokens:
+        return
     u, tile = _rows(u), router_tile("fwd", BACKEND, tokens, width)
-    prev = None if prev_state is None else _rows(prev_state)
-    blocks = -(-tokens // tile.blocks["BT"])
-    ids, weights, state, counts = _outputs(u, classes)
-    if tokens:
-        with _device(u):
-            kernels.router_fwd_kernel[(blocks,)](
-                u,
-                _or(prev, u),
-                _or(state_scale, norm_weight),
-                norm_weight,
-                *(w.contiguous() for w in mlp),
-                state,
-                ids,
-                weights,
-                counts,
-                tokens,
-                eps,
-                u.stride(0),
-                u.stride(0) if prev is None else prev.stride(0),
-                R=width,
-                C=classes,
-                C_PAD=_padded(classes),
-                HAS_PREV=prev is not None,
-                **tile.blocks,
-                **tile.options,
-            )
-    return ids, weights, state, counts
+    prev = u if prev_state is None else _rows(prev_state)
+    launch = _launch(
+        kernels.router_fwd_kernel, tile, R=width, C=classes, C_PAD=_padded(classes),
+        HAS_PREV=prev_state is not None, COUNT=counts is not None,
+    )  # fmt: skip
+    with _device(u):
+        launch(
+            (-(-tokens // tile.blocks["BT"]),), u, prev, _or(state_scale, norm_weight), norm_weight,
+            *(w.contiguous() for w in mlp), state, ids, weights, _or(counts, ids), tokens, eps, u.stride(0),
+            prev.stride(0),
+        )  # fmt: skip
 
 
 def _outputs(u: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,13 +105,15 @@ def _outputs(u: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+router_op = torch.library.custom_op("zaya::router", _forward, mutates_args=())
+
+
 @router_op.register_fake
 def _(u, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, balance, eps):
     return _outputs(u, w3.shape[0])
 
 
-@torch.library.custom_op("zaya::router_backward", mutates_args=())
-def router_backward_op(
+def _gradients(
     dweights: Tensor,
     dstate: Tensor,
     state: Tensor,
@@ -142,49 +144,17 @@ def router_backward_op(
     w1, b1, w2, b2, w3, dstate = (x.contiguous() for x in (w1, b1, w2, b2, w3, dstate))
     prev = state if prev_state is None else _rows(prev_state)
     sizes = {"R": width, "C_PAD": pad}
+    outer_launch = _launch(kernels.router_bwd_outer_kernel, outer, C=classes, **sizes)
+    inner_launch = _launch(kernels.router_bwd_inner_kernel, inner, HAS_PREV=prev_state is not None, **sizes)
     with _device(state):
-        kernels.router_bwd_outer_kernel[(blocks,)](
-            dweights.contiguous(),
-            state,
-            ids,
-            norm_weight,
-            w1,
-            b1,
-            w2,
-            b2,
-            w3,
-            acts,
-            grads,
-            sums,
-            tokens,
+        outer_launch(
+            (blocks,), dweights.contiguous(), state, ids, norm_weight, w1, b1, w2, b2, w3, acts, grads, sums, tokens,
             eps,
-            C=classes,
-            **sizes,
-            **outer.blocks,
-            **outer.options,
-        )
-        kernels.router_bwd_inner_kernel[(blocks,)](
-            dstate,
-            state,
-            prev,
-            _or(state_scale, norm_weight),
-            norm_weight,
-            w1,
-            b1,
-            w2,
-            acts,
-            grads,
-            du,
-            dprev if prev_state is not None else du,
-            sums,
-            tokens,
-            eps,
-            prev.stride(0),
-            HAS_PREV=prev_state is not None,
-            **sizes,
-            **inner.blocks,
-            **inner.options,
-        )
+        )  # fmt: skip
+        inner_launch(
+            (blocks,), dstate, state, prev, _or(state_scale, norm_weight), norm_weight, w1, b1, w2, acts, grads, du,
+            dprev if prev_state is not None else du, sums, tokens, eps, prev.stride(0),
+        )  # fmt: skip
         matrices = _weight_gradients(grads, acts, classes, width, w1.dtype)
         vectors = _add("add_vectors", sums, (4 if prev_state is not None else 3) * width, (4, width), b1.dtype)
     return du, dprev, matrices, vectors
@@ -200,9 +170,8 @@ def _weight_gradients(grads: Tensor, acts: Tensor, classes: int, width: int, dty
     splits = -(-tokens // span)
     parts = grads.new_empty((splits, rows, width), dtype=torch.float32)
     grid = (-(-rows // bm) * (width // bn), splits)
-    kernels.router_dw_kernel[grid](
-        grads, acts, parts, tokens, span, R=width, C_PAD=rows - 2 * width, **tile.blocks, **tile.options
-    )
+    launch = _launch(kernels.router_dw_kernel, tile, R=width, C_PAD=rows - 2 * width)
+    launch(grid, grads, acts, parts, tokens, span)
     return _add(
         "add_matrices", parts.view(splits, -1), (2 * width + classes) * width, (2 * width + classes, width), dtype
     )
@@ -213,8 +182,11 @@ def _add(kernel: str, parts: Tensor, count: int, shape: tuple[int, int], dtype: 
     out = parts.new_empty(shape, dtype=dtype)
     tile = router_tile(kernel, BACKEND, count, 0)
     grid = (-(-count // tile.blocks["BN"]),)
-    kernels.router_add_kernel[grid](parts, out, parts.shape[0], count, parts.stride(0), **tile.blocks, **tile.options)
+    _launch(kernels.router_add_kernel, tile)(grid, parts, out, parts.shape[0], count, parts.stride(0))
     return out
+
+
+router_backward_op = torch.library.custom_op("zaya::router_backward", _gradients, mutates_args=())
 
 
 @router_backward_op.register_fake
@@ -234,7 +206,8 @@ def _keep(ctx, inputs, output):
 
 def _backward(ctx, _ids, dweights, dstate, _counts):
     state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3 = ctx.saved_tensors
-    du, dprev, matrices, vectors = torch.ops.zaya.router_backward(
+    run = router_backward_op if watched(dweights, dstate, state, w1) else _gradients
+    du, dprev, matrices, vectors = run(
         dweights, dstate, state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, ctx.eps
     )
     width = state.shape[1]
@@ -248,14 +221,37 @@ def _backward(ctx, _ids, dweights, dstate, _counts):
 router_op.register_autograd(_backward, setup_context=_keep)
 
 
+class _Direct(torch.autograd.Function):
+    """The autograd of `zaya::router` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        return _backward(ctx, *gradients)
+
+
+def route(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`zaya::router` of the same arguments."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if watched(*tensors):
+        return router_op(*inputs)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return (_Direct.apply if wanted else _forward)(*inputs)
+
+
 def _decode_outputs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = x.shape[0]
     ids, weights = x.new_empty(tokens, dtype=torch.int64), x.new_empty(tokens, dtype=torch.float32)
     return ids, weights, x.new_empty((tokens, width))
 
 
-@torch.library.custom_op("zaya::router_from_hidden", mutates_args=())
-def router_from_hidden_op(
+def _from_hidden(
     x: Tensor,
     down_weight: Tensor,
     down_bias: Tensor,
@@ -277,7 +273,9 @@ def router_from_hidden_op(
     """
     if not decode_takes(x, down_weight):
         u = torch.nn.functional.linear(x, down_weight, down_bias)
-        return _forward(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps)[:3]
+        outputs = _decode_outputs(u, u.shape[1])
+        _choose(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps, *outputs, None)
+        return outputs
     x, prev = _rows(x), None if prev_state is None else _rows(prev_state)
     mlp = tuple(w.contiguous() for w in (w1, b1, w2, b2, w3, balance))
     outputs = _decode_outputs(x, down_weight.shape[0])
@@ -296,31 +294,14 @@ def _decode_blocks(x, down_weight, down_bias, prev, state_scale, norm_weight, ml
     scratch = x.new_empty((blocks, slices, second.blocks["BT"], width), dtype=torch.float32)
     ticket = x.new_empty(blocks, dtype=torch.int32)
     sizes = {"R": width, "SPLITS": first.splits}
-    decode.router_project_kernel[(width // first.blocks["BN"], first.splits, blocks)](
-        x, down_weight, parts, ticket, tokens, hidden, x.stride(0), **sizes, **first.blocks, **first.options
+    choice = {"C": classes, "C_PAD": _padded(classes), "HAS_PREV": prev is not None}
+    _launch(decode.router_project_kernel, first, **sizes)(
+        (width // first.blocks["BN"], first.splits, blocks), x, down_weight, parts, ticket, tokens, hidden, x.stride(0)
     )
-    decode.router_decode_kernel[(slices, blocks)](
-        parts,
-        down_bias,
-        _or(prev, state),
-        _or(state_scale, norm_weight),
-        norm_weight,
-        *mlp,
-        state,
-        ids,
-        weights,
-        scratch,
-        ticket,
-        tokens,
-        eps,
-        _or(prev, state).stride(0),
-        C=classes,
-        C_PAD=_padded(classes),
-        HAS_PREV=prev is not None,
-        **sizes,
-        **second.blocks,
-        **second.options,
-    )
+    _launch(decode.router_decode_kernel, second, **sizes, **choice)(
+        (slices, blocks), parts, down_bias, _or(prev, state), _or(state_scale, norm_weight), norm_weight, *mlp, state,
+        ids, weights, scratch, ticket, tokens, eps, _or(prev, state).stride(0),
+    )  # fmt: skip
 
 
 def _decode_vectors(x, down_weight, down_bias, prev, state_scale, norm_weight, mlp, eps, outputs):
@@ -330,34 +311,28 @@ def _decode_vectors(x, down_weight, down_bias, prev, state_scale, norm_weight, m
     slices = width // second.blocks["BC"]
     u, ticket = torch.empty_like(state), x.new_empty(tokens, dtype=torch.int32)
     scratch = x.new_empty((tokens, slices, width), dtype=torch.float32)
-    decode.router_project_vec_kernel[(width // first.blocks["BN"], tokens)](
-        x, down_weight, down_bias, u, ticket, x.stride(0), D=hidden, R=width, **first.blocks, **first.options
+    choice = {"C": classes, "C_PAD": _padded(classes), "HAS_PREV": prev is not None}
+    _launch(decode.router_project_vec_kernel, first, D=hidden, R=width)(
+        (width // first.blocks["BN"], tokens), x, down_weight, down_bias, u, ticket, x.stride(0)
     )
-    decode.router_decode_vec_kernel[(slices, tokens)](
-        u,
-        _or(prev, state),
-        _or(state_scale, norm_weight),
-        norm_weight,
-        *mlp,
-        state,
-        ids,
-        weights,
-        scratch,
-        ticket,
-        eps,
-        _or(prev, state).stride(0),
-        R=width,
-        C=classes,
-        C_PAD=_padded(classes),
-        HAS_PREV=prev is not None,
-        **second.blocks,
-        **second.options,
-    )
+    _launch(decode.router_decode_vec_kernel, second, R=width, **choice)(
+        (slices, tokens), u, _or(prev, state), _or(state_scale, norm_weight), norm_weight, *mlp, state, ids, weights,
+        scratch, ticket, eps, _or(prev, state).stride(0),
+    )  # fmt: skip
+
+
+router_from_hidden_op = torch.library.custom_op("zaya::router_from_hidden", _from_hidden, mutates_args=())
 
 
 @router_from_hidden_op.register_fake
 def _(x, down_weight, down_bias, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, balance, eps):
     return _decode_outputs(x, down_weight.shape[0])
+
+
+def route_from_hidden(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`zaya::router_from_hidden` of the same arguments."""
+    seen = watched(*(x for x in inputs if isinstance(x, Tensor)))
+    return (router_from_hidden_op if seen else _from_hidden)(*inputs)
 
 
 def decode_takes(x: Tensor, down_weight: Tensor) -> bool:

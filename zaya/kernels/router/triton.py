@@ -102,15 +102,6 @@ def _choose(p, balance, C: tl.constexpr, C_PAD: tl.constexpr):
 
 
 @triton.jit
-def _store_choice(pick, weight, ok, t, ids_ptr, weights_ptr, counts_ptr, C: tl.constexpr, C_PAD: tl.constexpr):
-    e = tl.arange(0, C_PAD)
-    tl.store(ids_ptr + t, pick.to(tl.int64), mask=ok)
-    tl.store(weights_ptr + t, weight, mask=ok)
-    counts = tl.sum(((e[None, :] == pick[:, None]) & ok[:, None]).to(tl.int32), 0)
-    tl.atomic_add(counts_ptr + e, counts, mask=(e < C) & (counts > 0), sem="relaxed")
-
-
-@triton.jit
 def router_fwd_kernel(
     u_ptr,  # [T, R]
     prev_ptr,  # [T, R], read if HAS_PREV
@@ -125,7 +116,7 @@ def router_fwd_kernel(
     state_ptr,  # out [T, R]
     ids_ptr,  # out [T] int64
     weights_ptr,  # out [T] fp32
-    counts_ptr,  # [C] int32, zero on entry: tokens of each class are added
+    counts_ptr,  # [C] int32, zero on entry: tokens of each class are added; not used unless COUNT
     T,
     eps,
     stride_u,
@@ -136,6 +127,7 @@ def router_fwd_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     HAS_PREV: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     ok = t < T
@@ -157,7 +149,11 @@ def router_fwd_kernel(
     p = _probabilities(g2, w3_ptr, BT, R, C, C_PAD)
     e = tl.arange(0, C_PAD)
     pick, weight = _choose(p, tl.load(balance_ptr + e, mask=e < C, other=0.0), C, C_PAD)
-    _store_choice(pick, weight, ok, t, ids_ptr, weights_ptr, counts_ptr, C, C_PAD)
+    tl.store(ids_ptr + t, pick.to(tl.int64), mask=ok)
+    tl.store(weights_ptr + t, weight, mask=ok)
+    if COUNT:
+        counts = tl.sum(((e[None, :] == pick[:, None]) & ok[:, None]).to(tl.int32), 0)
+        tl.atomic_add(counts_ptr + e, counts, mask=(e < C) & (counts > 0), sem="relaxed")
 
 
 @triton.jit
@@ -340,7 +336,9 @@ def aot_variants(backend: str) -> list[AotVariant]:
             if name == "decode":
                 fixed["SPLITS"] = router_tile("project", backend, int(limit), 256).splits
             rest = rest | {"allowances": ALLOWANCES.get((name, backend, tile.blocks.get("BT")), {})}
-            variants.append(_variant(f"{name} {_upto(limit)}", kernel, fixed, tile.options, limit, rest))
+            for count in (True, False) if name == "fwd" else (None,):
+                title = f"{name}{' counting' if count else ''} {_upto(limit)}"
+                variants.append(_variant(title, kernel, fixed | {"COUNT": count}, tile.options, limit, rest))
     return variants
 
 

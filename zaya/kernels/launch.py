@@ -1,0 +1,78 @@
+"""Launching kernels with little work on the host: at a few thousand tokens that work is what a user waits for."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+HIP = torch.version.hip is not None
+
+
+class Launch:
+    """`Launch(kernel, **constants)(grid, *arguments)` is `kernel[grid](*arguments, **constants)` in half the time.
+
+    Triton binds the arguments by name at every call. Here the compiled kernel is looked up by what Triton specialises
+    on: the dtype and alignment of a tensor, and whether an integer is 1, a multiple of 16, or wider than 32 bits.
+    `constants` are the kernel's constexpr arguments, which come after all others, and launch options.
+    """
+
+    def __init__(self, kernel: Any, **constants: Any):
+        self.kernel, self.constants = kernel, constants
+        self.compiled: dict[tuple, Any] = {}
+        self.interpreted = isinstance(kernel, InterpretedFunction)
+        if not self.interpreted:
+            fixed = [p.name for p in kernel.params if p.is_constexpr]
+            assert [p.name for p in kernel.params][-len(fixed) :] == fixed, "constexpr arguments come last"
+            self.tail = tuple(constants[name] for name in fixed)
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        if self.interpreted:
+            self.kernel[grid](*arguments, **self.constants)
+            return
+        key = (driver.active.get_current_device(), *map(specialisation, arguments))
+        compiled = self.compiled.get(key)
+        if compiled is None:
+            self.compiled[key] = self.kernel[grid](*arguments, **self.constants)
+        else:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *self.tail)
+
+
+def specialisation(argument: Any) -> Any:
+    """What Triton compiles a kernel anew for when it changes in this argument."""
+    if isinstance(argument, Tensor):
+        aligned = not argument.data_ptr() & 15
+        if HIP:  # addresses within 2 GiB are 32-bit offsets
+            return argument.dtype, aligned, argument.untyped_storage().nbytes() < 2**31
+        return argument.dtype, aligned
+    if isinstance(argument, int):
+        return argument == 1, not argument & 15, argument.bit_length() > 31
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    return type(argument)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager:
+    """Launches go to the current device: make it the one of x."""
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def watched(*tensors: Tensor) -> bool:
+    """Whether somebody beside autograd must see operators: a compiler, a dispatch mode, functorch, a tensor subclass.
+
+    When nobody does, an op's implementation is called directly: the dispatcher's way to a Python operator and back
+    costs as much as several launches.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return True
+    return any(type(t) not in (Tensor, nn.Parameter) for t in tensors)
