@@ -189,7 +189,11 @@ def _hip(warps: int, stages: int, splits: int = 1, **blocks: int) -> RouterTile:
 
 # (kernel, backend) -> ((largest T, tile), …), the last without a limit
 ROUTER: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
-    ("fwd", "cuda"): ((8192, _cuda(8, 2, BT=16, BC=64)), (math.inf, _cuda(8, 1, BT=128, BC=64))),
+    ("fwd", "cuda"): (
+        (2048, _cuda(8, 2, BT=16, BC=64)),
+        (8192, _cuda(8, 2, BT=32, BC=64)),
+        (math.inf, _cuda(8, 1, BT=128, BC=64)),
+    ),
     ("fwd", "hip"): ((8192, _hip(4, 1, BT=16, BC=64)), (math.inf, _hip(8, 1, BT=64, BC=64))),
     ("bwd_outer", "cuda"): ((math.inf, _cuda(8, 2, BT=32, BC=64)),),
     ("bwd_outer", "hip"): ((math.inf, _hip(8, 1, BT=64, BC=64)),),
