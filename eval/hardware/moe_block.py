@@ -89,7 +89,7 @@ class Implementation:
             return None
 
 
-def build_ours(layer: Layer):
+def ours(layer: Layer) -> nn.Module:
     """The package's own module, over stock's weights (not copied)."""
     from zaya.configuration_zaya import ZayaConfig
     from zaya.modeling_zaya import ZayaMoE
@@ -99,6 +99,12 @@ def build_ours(layer: Layer):
         block = ZayaMoE(config, 1)
     block.load_state_dict(layer.stock.state_dict(keep_vars=True), assign=True)
     block.gate.balancing_biases = layer.stock.gate.balancing_biases
+    return block
+
+
+def build_ours(layer: Layer):
+    """Ours, as a rival is built."""
+    block = ours(layer)
     return lambda h, state: block(h, state.flatten(0, 1))[0]
 
 
