@@ -265,7 +265,10 @@ class ZayaRouter(nn.Module):
             mlp.out_proj.weight,
         )
         rest = (self.router_states_scale, *weights, self.balancing_biases, mlp.norm.eps)
-        if keep_logits or torch.is_grad_enabled() or type(self.down_proj) is not nn.Linear:
+        # Training always takes one path: reentrant checkpointing runs the first forward without gradients, and its
+        # choices must be those of the recomputation to the last bit.
+        trains = self.training or torch.is_grad_enabled()
+        if keep_logits or trains or type(self.down_proj) is not nn.Linear:
             return router(self.down_proj(h), state, *rest, backend=backend, keep_logits=keep_logits)
         return router_from_hidden(h, self.down_proj.weight, self.down_proj.bias, state, *rest, backend=backend)
 
