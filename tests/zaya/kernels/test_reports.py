@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zaya
 import zaya.kernels
-from tests.zaya.kernels.test_moe import kernels
-from zaya.kernels import launch
-from zaya.kernels.router import router_from_hidden
+from tests.zaya.kernels.test_moe import POINTERS, assert_close, gradients, kernels, make, relative, written_out
+from tests.zaya.kernels.test_router import arguments, stock_router
+from zaya.kernels import launch, tiles
+from zaya.kernels.router import router, router_from_hidden
 from zaya.modeling_zaya import ZayaMoE
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -104,6 +105,50 @@ def moved(t: torch.Tensor) -> torch.Tensor:
     if t.ndim == 1:
         return torch.stack([t, torch.full_like(t, 7)], 1)[:, 0]
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("way", ["descriptors", "pointers"])
+def test_experts_of_any_layout(way, monkeypatch):
+    """Liger#1377, scattermoe#23: strided weights were refused or misread. Every argument, and dy."""
+    if way == "pointers":
+        monkeypatch.setitem(tiles.MOE, "interpreter", (POINTERS,))
+    inputs = [*make(9), torch.randn(9, 48)]
+    exact = gradients(written_out, inputs[:5], inputs[5])
+    strided = [moved(t) for t in inputs]
+    assert not any(t.is_contiguous() for t in strided)
+    assert_close(gradients(kernels, strided[:5], strided[5]), exact, 2e-6)
+    with torch.no_grad():
+        assert relative(kernels(*strided[:5]), exact[0]) < 2e-6
+
+
+def test_router_of_any_layout():
+    """Liger#1377, scattermoe#23: likewise for the router, trained and decoding."""
+    module = stock_router(1, width=64, hidden=2048)
+    scale, norm, fc1, fc2, out, biases, eps = arguments(module)
+    weight, bias = (p.detach() for p in (module.down_proj.weight, module.down_proj.bias))
+    plain = [torch.randn(9, 64), torch.randn(9, 64), scale, norm, *fc1, *fc2, out, biases, bias]
+    strided = [moved(t.detach()) for t in plain]
+    assert not any(t.is_contiguous() for t in strided)
+
+    def run(tensors, move):
+        u, prev, scale, norm, *rest = (t.detach().requires_grad_() for t in tensors)
+        w1, b1, w2, b2, out, biases, _ = rest
+        got = router(u, prev, scale, norm, (w1, b1), (w2, b2), out, biases.detach(), eps, backend="triton")
+        dweights = move(torch.linspace(-1, 1, 9))
+        dstate = move(torch.linspace(-1, 1, 9 * 64).view(9, 64))
+        leaves = [u, prev, scale, norm, w1, b1, w2, b2, out]
+        found = torch.autograd.grad([got.gate_weights, got.state], leaves, [dweights, dstate])
+        return got.expert_ids, got.gate_weights, got.state, *found
+
+    def decode(tensors, x):
+        _, prev, scale, norm, w1, b1, w2, b2, out, biases, bias = (t.detach() for t in tensors)
+        rest = (prev[: len(x)], scale, norm, (w1, b1), (w2, b2), out, biases, eps)
+        with torch.no_grad():
+            return router_from_hidden(x, weight, bias, *rest, backend="triton")[:3]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(strided, moved), run(plain, torch.clone), strict=True))
+    for x in (torch.randn(2, 2048), torch.randn(9, 2048)):
+        assert all(torch.equal(a, b) for a, b in zip(decode(strided, moved(x)), decode(plain, x), strict=True))
 
 
 # -------------------------------------------------------------------------------------------- addresses over 2^31
@@ -205,10 +250,73 @@ def kernels_for(launches, counts) -> set[tuple]:
     return {(name, *c.items(), *map(launch.specialisation, given)) for name, c, _, given, _ in launches}
 
 
+def test_every_launch_covers_what_its_tile_must(launches):
+    """intel-xpu-backend#7776: a grid from another tile than the one that ran. Each grid is held against the constants
+    of its own launch, on both backends."""
+    for tokens, decode in itertools.product((1, 3, 17, 64, 65, 300, 5000, 20_000), (True, False)):
+        call_everything(tokens, decode, hidden=2048)
+    seen = set()
+    for name, c, grid, given, names in launches:
+        a = dict(zip(names, given, strict=False))
+        seen.add(name)
+        if name in (
+            "router_fwd_kernel",
+            "router_bwd_outer_kernel",
+            "router_bwd_inner_kernel",
+            "moe_weight_sums_kernel",
+        ):
+            assert grid[0] * c["BT"] >= a["T"], name
+        elif name in ("moe_count_kernel", "moe_place_kernel"):
+            assert grid[0] * c["BLOCK"] >= a["T"], name
+        elif name == "moe_gather_kernel":
+            assert grid[0] * c["BR"] >= a["rows_ptr"].numel()
+        elif name == "router_dw_kernel":
+            assert grid[0] * c["BM"] * c["BN"] >= a["grads_ptr"].shape[1] * c["R"]
+            assert grid[1] * a["rows"] >= a["T"]
+            assert a["rows"] % c["BT"] == 0
+        elif name == "router_add_kernel":
+            assert grid[0] * c["BN"] >= a["N"]
+        elif name == "router_project_kernel":
+            assert (grid[0] * c["BN"], grid[1]) == (c["R"], c["SPLITS"])
+            assert grid[2] * c["BT"] >= a["T"]
+            assert a["D"] % (c["SPLITS"] * c["BK"]) == 0
+        elif name == "router_decode_kernel":
+            assert grid[0] * c["BC"] == c["R"]
+            assert grid[1] * c["BT"] >= a["T"]
+        elif name in ("router_project_vec_kernel", "router_decode_vec_kernel"):
+            assert grid[0] * c["BN" if "BN" in c else "BC"] == c["R"]
+        elif name in ("moe_decode_up_kernel", "moe_decode_down_kernel"):
+            columns, depth = (a["F"], a["D"]) if "up" in name else (a["D"], a["F"])
+            assert grid[0] * c["BN"] == columns
+            assert depth % c["BK"] == 0
+            assert grid[1] == min(a["T"], c["E"])
+            assert c["T_PAD"] >= a["T"]
+        else:  # these walk over all tiles whatever their grid
+            assert name in ("moe_up_kernel", "moe_rows_kernel", "moe_dact_kernel", "moe_dw_kernel"), name
+            assert grid[0] >= 1
+    assert len(seen) == 19
+
+
 # ------------------------------------------------------------------------------------------------------- the head
 
 
 # ------------------------------------------------------------------------------------------- what must not be there
+
+
+def test_fp32_on_a_gpu_takes_the_reference(monkeypatch):
+    """scattermoe#5, aiter#4783: tiles are made for 16 bits; in fp32 the router would spill 90 KB a thread on sm_90."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from zaya.kernels.moe import ops as moe_ops
+    from zaya.kernels.router import ops as router_ops
+
+    monkeypatch.setattr(moe_ops, "INTERPRET", False)
+    with FakeTensorMode():
+        x, out, up, down = (torch.empty(*n, device="cuda") for n in ((3, 32), (5, 32), (4, 64, 32), (4, 32, 32)))
+        assert "float32" in router_ops.unsupported(x, out)
+        assert "float32" in moe_ops.unsupported(x, up, down)
+        assert router_ops.unsupported(x.bfloat16(), out) is None
+        assert moe_ops.unsupported(x.bfloat16(), up, down) is None
 
 
 ODD = """

@@ -32,7 +32,7 @@ def router(
     if pick_backend(u.device, backend) == "triton" and not keep_logits:
         from zaya.kernels.router import ops
 
-        reason = ops.unsupported(u.dtype, out_weight)
+        reason = ops.unsupported(u, out_weight)
         if reason is None:
             ids, weights, state, counts = ops.route(
                 u, prev_state, state_scale, norm_weight, *fc1, *fc2, out_weight, balancing_biases, eps
@@ -53,7 +53,7 @@ def router_from_hidden(x, down_weight, down_bias, prev_state, *parameters, backe
         from zaya.kernels.router import ops
 
         scale, norm_weight, fc1, fc2, out_weight, biases, eps = parameters
-        if ops.unsupported(x.dtype, out_weight) is None:
+        if ops.unsupported(x, out_weight) is None:
             weights = (*fc1, *fc2, out_weight, biases, eps)
             found = ops.route_from_hidden(x, down_weight, down_bias, prev_state, scale, norm_weight, *weights)
             return Routing(*found, None)

@@ -20,15 +20,17 @@ from zaya.kernels.tiles import ROUTER_DECODE_TOKENS, ROUTER_VECTOR_TOKENS, Route
 BACKEND = "hip" if torch.version.hip else "cuda"
 
 
-def unsupported(dtype: torch.dtype, out_weight: Tensor) -> str | None:
-    """Why the kernels do not take this router, in a few words; None when they do."""
+def unsupported(x: Tensor, out_weight: Tensor) -> str | None:
+    """Why the kernels do not take these tokens and this router, in a few words; None when they do."""
     classes, width = out_weight.shape
     if width not in (16, 32, 64, 128, 256):
         return f"router width {width} is not a power of two from 16 to 256"
     if classes > 64:
         return f"{classes} classes are more than 64"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"dtype {dtype}"
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {x.dtype}"
+    if x.dtype == torch.float32 and x.is_cuda:  # compiles for sm_90 with 90 KB of spills in each thread
+        return "dtype torch.float32 on a GPU"
     return None
 
 
@@ -50,6 +52,10 @@ def _launch(kernel: Any, tile: RouterTile, **constants: Any) -> Launch:
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _packed(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
@@ -83,6 +89,7 @@ def _choose(u, prev_state, state_scale, norm_weight, mlp, eps, ids, weights, sta
         return
     u, tile = _rows(u), router_tile("fwd", BACKEND, tokens, width)
     prev = u if prev_state is None else _rows(prev_state)
+    norm_weight, state_scale = norm_weight.contiguous(), _packed(state_scale)
     launch = _launch(
         kernels.router_fwd_kernel, tile, R=width, C=classes, C_PAD=_padded(classes),
         HAS_PREV=prev_state is not None, COUNT=counts is not None,
@@ -133,6 +140,7 @@ def _gradients(
     (tokens, width), classes = state.shape, w3.shape[0]
     pad = _padded(classes)
     outer, inner = (router_tile(k, BACKEND, tokens, width) for k in ("bwd_outer", "bwd_inner"))
+    assert outer.blocks["BT"] == inner.blocks["BT"], "both kernels run on one grid and share the rows of sums"
     blocks = -(-tokens // outer.blocks["BT"])
     du = torch.empty_like(state)
     dprev = state.new_empty(0) if prev_state is None else torch.empty_like(state, dtype=prev_state.dtype)
@@ -141,7 +149,8 @@ def _gradients(
     sums = state.new_empty((blocks, 4 * width), dtype=torch.float32)
     if not tokens:
         return du, dprev, w1.new_zeros((2 * width + classes, width)), w1.new_zeros((4, width))
-    w1, b1, w2, b2, w3, dstate = (x.contiguous() for x in (w1, b1, w2, b2, w3, dstate))
+    w1, b1, w2, b2, w3, norm_weight, dstate = (x.contiguous() for x in (w1, b1, w2, b2, w3, norm_weight, dstate))
+    state_scale = _packed(state_scale)
     prev = state if prev_state is None else _rows(prev_state)
     sizes = {"R": width, "C_PAD": pad}
     outer_launch = _launch(kernels.router_bwd_outer_kernel, outer, C=classes, **sizes)
@@ -277,6 +286,7 @@ def _from_hidden(
         _choose(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps, *outputs, None)
         return outputs
     x, prev = _rows(x), None if prev_state is None else _rows(prev_state)
+    down_bias, norm_weight, state_scale = down_bias.contiguous(), norm_weight.contiguous(), _packed(state_scale)
     mlp = tuple(w.contiguous() for w in (w1, b1, w2, b2, w3, balance))
     outputs = _decode_outputs(x, down_weight.shape[0])
     run = _decode_vectors if x.shape[0] <= ROUTER_VECTOR_TOKENS else _decode_blocks
