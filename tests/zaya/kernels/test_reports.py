@@ -1,6 +1,7 @@
 """Faults that users of other MoE kernels reported, kept away here. docs/kernels.md lists every report and its test."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zaya
 import zaya.kernels
+from tests.zaya.kernels.test_aot import child
 from tests.zaya.kernels.test_moe import POINTERS, assert_close, gradients, kernels, make, relative, written_out
 from tests.zaya.kernels.test_router import arguments, stock_router
 from zaya.kernels import launch, tiles
@@ -297,6 +299,39 @@ def test_every_launch_covers_what_its_tile_must(launches):
     assert len(seen) == 19
 
 
+def test_experts_beyond_one_tile_of_the_permutation():
+    """aiter#4783, vllm#17744: with 64 experts and more, the permutation asked for more shared memory than there is."""
+    from zaya.kernels.moe.permute import _classes, max_rows, permutation
+
+    for experts in (16, 31, 32, 63, 64, 128):
+        classes = _classes(experts)
+        assert classes["E_PAD"] > experts
+        assert classes["BLOCK"] * classes["E_PAD"] <= 8192
+    ids = torch.randint(0, 129, (300,))
+    rows, slot, offs = permutation(ids, 128, 16, max_rows(300, 128, 16))
+    rows = rows[: offs[-1]]
+    assert torch.equal(rows[rows >= 0].sort().values, (ids < 128).nonzero().flatten().int())
+    assert torch.equal(rows[slot[ids < 128]], (ids < 128).nonzero().flatten().int())
+    assert all(
+        (ids[rows[offs[e] : offs[e + 1]].clamp(min=0)] == e)[rows[offs[e] : offs[e + 1]] >= 0].all()
+        for e in range(128)
+    )
+
+
+def test_the_permutation_of_many_blocks():
+    """vllm-xpu-kernels#453: all but the first tokens were lost. More blocks than are counted in one step."""
+    from zaya.kernels.moe.permute import BLOCK, CHUNK, max_rows, permutation
+
+    tokens = BLOCK * CHUNK + 300
+    ids = torch.randint(0, 3, (tokens,))
+    rows, slot, offs = permutation(ids, 2, 16, max_rows(tokens, 2, 16))
+    want = [torch.nonzero(ids == e).flatten().int() for e in range(3)]
+    for e in range(2):
+        assert torch.equal(rows[offs[e] : offs[e] + len(want[e])], want[e])
+        assert torch.equal(slot[want[e]], offs[e] + torch.arange(len(want[e]), dtype=torch.int32))
+    assert torch.equal(-2 - rows[offs[2] : offs[3]], want[2])
+
+
 # ------------------------------------------------------------------------------------------------------- the head
 
 
@@ -346,6 +381,20 @@ for backend in aot.BACKENDS:
         found[f"{backend} {v.name}"] = (kernel.metadata.shared, kernel.metadata.num_warps)
 print(json.dumps(found))
 """
+
+
+@pytest.mark.aot
+def test_other_sizes_compile_within_the_memory_of_a_multiprocessor():
+    """vllm#17744, vllm#47209, aiter#2723, aiter#3257, aiter#4783: a first launch at a size that no gate had seen asked
+    for too much shared memory. 128 experts; and one, at widths of 48 and 80."""
+    done = child("-c", ODD)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 14
+    for name, (shared, warps) in found.items():
+        hip = name.startswith("hip")
+        assert shared <= (65536 if hip else 227 * 1024), name
+        assert warps * (64 if hip else 32) <= 1024, name
 
 
 COMPILED = """

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from zaya.kernels.launch import Launch
 
-BLOCK = 256  # tokens per program
-CHUNK = 64  # blocks whose counts are added at once
+BLOCK = 256  # tokens per program, for up to 31 experts (see `_classes`)
+CHUNK = 64  # blocks whose counts are added at once, likewise
 
 
 @triton.jit
@@ -161,8 +161,9 @@ def permutation(
     rows = ints(room)
     slot = ints(tokens)
     offs = ints(num_experts + 2)
-    blocks = max(-(-tokens // BLOCK), 1)
-    counts = ints(blocks, 1 << num_experts.bit_length()) if blocks > 1 else offs
+    classes = _classes(num_experts)
+    blocks = max(-(-tokens // classes["BLOCK"]), 1)
+    counts = ints(blocks, classes["E_PAD"]) if blocks > 1 else offs
     if blocks > 1:
         _count(num_experts)((blocks,), expert_ids, counts, tokens)
     _place(num_experts, pad, blocks == 1)((blocks,), expert_ids, counts, rows, slot, offs, tokens, blocks)
@@ -170,7 +171,9 @@ def permutation(
 
 
 def _classes(num_experts: int) -> dict[str, int]:
-    return {"E": num_experts, "E_PAD": 1 << num_experts.bit_length(), "BLOCK": BLOCK}
+    """Constants of the kernels. Their tiles are tokens or blocks x classes, and shared memory holds one of 8,192."""
+    padded = 1 << num_experts.bit_length()
+    return {"E": num_experts, "E_PAD": padded, "BLOCK": BLOCK * 32 // max(padded, 32)}
 
 
 @functools.cache
@@ -180,7 +183,9 @@ def _count(num_experts: int) -> Launch:
 
 @functools.cache
 def _place(num_experts: int, pad: int, single: bool) -> Launch:
-    return Launch(moe_place_kernel, PAD=pad, CHUNK=CHUNK, SINGLE=single, **_classes(num_experts))
+    classes = _classes(num_experts)
+    chunk = CHUNK * classes["BLOCK"] // BLOCK
+    return Launch(moe_place_kernel, PAD=pad, CHUNK=chunk, SINGLE=single, **classes)
 
 
 @functools.cache
