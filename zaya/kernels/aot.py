@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +34,11 @@ LIMITS = {
         "spill_store_bytes": 0,
         "spill_load_bytes": 0,
     },
+}
+ASSEMBLY = {"hip": "amdgcn", "cuda": "ptx"}
+FLOAT_ATOMICS = {  # a compare and swap is how a type without an atomic instruction is added
+    "hip": r"\b(?:global|buffer|flat)_atomic_\w*(?:f16|f32|f64|cmpswap)\w*|\bds_(?:\w+_f(?:16|32|64)|cmpst\w*)",
+    "cuda": r"\b(?:atom|red)\.[\w.:]*(?:f16|f32|f64|cas)[\w.]*|\bcp\.reduce\.[\w.:]*",
 }
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "docs" / "kernels_aot.json"
@@ -114,6 +120,17 @@ def problems(variant: AotVariant, backend: str, found: dict[str, Any]) -> list[s
     return bad
 
 
+def code_problems(kernel, backend: str) -> list[str]:
+    """What must not be in the code of a compiled kernel, whatever its resources."""
+    bad = []
+    if found := sorted(set(re.findall(FLOAT_ATOMICS[backend], kernel.asm[ASSEMBLY[backend]]))):
+        bad.append(f"atomics on floats, whose sums depend on the order of the threads: {', '.join(found)}")
+    products = re.findall(r"(%[\w#]+) = tt\.dot %[\w#]+, %[\w#]+, (%[\w#]+)", kernel.asm["ttir"])
+    if {accumulator for _, accumulator in products} & {result for result, _ in products}:
+        bad.append("two products in a row into one accumulator, which a compiler has got wrong")
+    return bad
+
+
 def report_variant(op: str, backend: str, variant: AotVariant) -> dict[str, Any]:
     """Compile one variant and put it through the gate."""
     from zaya.kernels import aot_resources
@@ -122,8 +139,9 @@ def report_variant(op: str, backend: str, variant: AotVariant) -> dict[str, Any]
     row["options"] = dict(sorted(variant.options.items()))
     row["work"] = list(variant.work) if variant.work else None
     row["allowances"] = {k: list(v) for k, v in sorted(variant.allowances.items())}
-    found = aot_resources.READERS[backend](compile_variant(variant, backend))
-    return row | {"found": found, "problems": problems(variant, backend, found)}
+    kernel = compile_variant(variant, backend)
+    found = aot_resources.READERS[backend](kernel)
+    return row | {"found": found, "problems": problems(variant, backend, found) + code_problems(kernel, backend)}
 
 
 def _report_index(task: tuple[str, str, int]) -> dict[str, Any]:

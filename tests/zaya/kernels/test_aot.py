@@ -64,6 +64,54 @@ def test_gate_refuses_what_the_gpu_would():
     assert any("global loads" in p for p in found["global"])
 
 
+BAD_CODE = """
+import json
+import triton
+import triton.language as tl
+from zaya.kernels import aot
+
+@triton.jit
+def adds(out, N: tl.constexpr, KIND: tl.constexpr):
+    tl.atomic_add(out + tl.arange(0, N) % 8, tl.full((N,), 1, KIND))
+
+@triton.jit
+def chains(a, out, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    x = tl.load(a + at)
+    acc = tl.zeros((N, N), tl.float32)
+    for i in range(4):
+        acc = tl.dot(x, x, acc)
+        acc = tl.dot(x.T, x, acc)
+    tl.store(out + at, acc)
+
+def said(kernel, signature, constants, backend):
+    variant = aot.AotVariant(kernel, "bad", signature, constants, {"num_warps": 1})
+    return aot.code_problems(aot.compile_variant(variant, backend), backend)
+
+kinds = {"*fp32": tl.float32, "*fp16": tl.float16, "*bf16": tl.bfloat16, "*i32": tl.int32}
+found = {f"{b} {t}": said(adds, {"out": t}, {"N": 64, "KIND": k}, b) for b in aot.BACKENDS for t, k in kinds.items()}
+found |= {f"{b} chain": said(chains, {"a": "*bf16", "out": "*fp32"}, {"N": 32}, b) for b in aot.BACKENDS}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.aot
+def test_gate_refuses_atomics_on_floats_and_chained_products(tmp_path):
+    """sglang#2334, vllm#56887, ao#4469, aiter#5339: sums by atomics differed from run to run. Liger#1294, Liger#1413:
+    two products in a row into one accumulator gave wrong gradients on one GPU. No shipped tile has either."""
+    script = tmp_path / "bad_code.py"  # the compiler reads a kernel's source from its file
+    script.write_text(BAD_CODE, encoding="utf-8")
+    done = child(str(script))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for backend in aot.BACKENDS:
+        assert found.pop(f"{backend} *i32") == [], "integers may be counted by atomics"
+        assert "two products" in found.pop(f"{backend} chain")[0]
+    assert len(found) == 6
+    for kind, said in found.items():
+        assert "atomics on floats" in said[0], kind
+
+
 def report() -> dict:
     return json.loads(aot.REPORT.read_text(encoding="utf-8"))
 
