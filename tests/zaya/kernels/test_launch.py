@@ -17,6 +17,7 @@ def arguments():
         values[4:],
         values.bfloat16(),
         values.long(),
+        torch.empty(16, dtype=torch.int8),
         torch.empty(2**31 + 16, dtype=torch.int8),
     ]
     return [*tensors, -16, -1, 0, 1, 2, 16, 17, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 0.0, 1.0, 1e-5]

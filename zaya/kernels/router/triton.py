@@ -289,7 +289,7 @@ def router_dw_kernel(
     end = tl.minimum(start + rows, T)
     acc = tl.zeros((BM, BN), tl.float32)
     for t0 in range(start, end, BT):
-        t = t0 + tl.arange(0, BT)
+        t = (t0 + tl.arange(0, BT)).to(tl.int64)
         a = tl.load(grads_ptr + t[None, :] * M + m[:, None], mask=(t < end)[None, :] & (m < M)[:, None], other=0.0)
         b = tl.load(acts_ptr + t[:, None] * (3 * R) + m0 // R * R + n[None, :], mask=(t < end)[:, None], other=0.0)
         acc = _dot(a, b, acc)
