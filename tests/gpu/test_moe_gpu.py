@@ -144,6 +144,45 @@ def test_strides_beyond_2_to_the_31_elements(weights):
     assert relative(kernels(x.requires_grad_(), *weights, ids, p).detach(), exact) < 4e-3
 
 
+def test_gradients_with_strides_beyond_2_to_the_31_elements(weights):
+    """vllm#5938, vllm#34086, Liger#1248: the rows of x and dy are 2^30 elements apart, in training."""
+    apart = [torch.empty(2**32 + D, device="cuda", dtype=torch.bfloat16).as_strided((5, D), (2**30, 1)) for _ in "xy"]
+    values, ids, p = make(5)
+    ids[:] = torch.tensor([0, 3, E, 3, 2])
+    dy = torch.randn_like(values)
+    for strided, packed in zip(apart, (values, dy), strict=True):
+        strided.copy_(packed)
+    ours = gradients(kernels, apart[0], *weights, ids, p, apart[1])
+    assert all(torch.equal(a, b) for a, b in zip(ours, gradients(kernels, values, *weights, ids, p, dy), strict=True))
+
+
+def test_weights_of_any_layout(weights):
+    """Liger#1377, scattermoe#23: weights stored the other way round, as a view."""
+    x, ids, p = make(300)
+    dy = torch.randn_like(x)
+    turned = [w.transpose(1, 2).contiguous().transpose(1, 2) for w in weights]
+    ours, plain = (gradients(kernels, x, *w, ids, p, dy) for w in (turned, weights))
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("experts", [1, 31, 32, 63, 64, 128])
+@pytest.mark.parametrize("tokens", [16, 200, 3000])
+def test_any_number_of_experts(experts, tokens):
+    """vllm#17744, aiter#4783: with 64 experts and more, the permutation once asked for too much shared memory."""
+    torch.manual_seed(0)
+    up = torch.randn(experts, 128, 128, device="cuda").div_(128**0.5).bfloat16()
+    down = torch.randn(experts, 128, 64, device="cuda").div_(64**0.5).bfloat16()
+    x, ids = (
+        torch.randn(tokens, 128, device="cuda").bfloat16(),
+        torch.randint(0, experts + 1, (tokens,), device="cuda"),
+    )
+    p, dy = torch.rand(tokens, device="cuda"), torch.randn_like(x)
+    exact = gradients(written_out, x.float(), up.float(), down.float(), ids, p, dy.float())
+    assert_close(gradients(kernels, x, up, down, ids, p, dy), exact, dy, p)
+    with torch.no_grad():
+        assert relative(kernels(x, up, down, ids, p), exact[0]) < 6e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 300, 8192])
 def test_graphs_replay_with_other_routing(tokens, weights):
     """No host synchronisation: a captured graph follows whatever ids it finds."""
@@ -199,6 +238,26 @@ def test_the_pointer_tiles_run_here_too(weights, monkeypatch):
     dy = torch.randn_like(x)
     exact = gradients(written_out, x.float(), *(w.float() for w in weights), ids, p, dy.float())
     assert_close(gradients(kernels, x, *weights, ids, p, dy), exact, dy, p)
+
+
+@pytest.mark.parametrize("tokens", [9, 3000])
+def test_a_block_whose_tokens_are_all_skipped(tokens):
+    """pytorch#192497, transformers#48687: zeros forward and backward, in the router's weights too."""
+    from zaya import ZayaConfig
+    from zaya.modeling_zaya import ZayaMoE
+
+    module = ZayaMoE(ZayaConfig.nano(kernels="triton"), 1).cuda().bfloat16()
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.1)
+    module.gate.balancing_biases[:] = 0
+    module.gate.balancing_biases[-1] = 9.0
+    config = module.config
+    h = torch.randn(1, tokens, config.hidden_size, device="cuda").bfloat16().requires_grad_()
+    state = torch.randn(tokens, config.router_hidden_size, device="cuda").bfloat16()
+    y, _ = module(h, state)
+    y.backward(torch.randn_like(y))
+    for found in (y, h.grad, *(parameter.grad for parameter in module.parameters())):
+        assert torch.equal(found, torch.zeros_like(found))
 
 
 def losses(backend, nudge=0.0, steps=100):

@@ -112,3 +112,43 @@ def test_runs_in_a_cuda_graph():
     torch.cuda.synchronize()
     assert torch.equal(captured.expert_ids, eager.expert_ids)
     assert torch.equal(captured.counts, eager.counts)
+
+
+@pytest.mark.parametrize("count", [1, 5, 64, 300])
+def test_training_without_gradients_makes_the_choices_of_training_with_them(count):
+    """Liger#1255: reentrant checkpointing runs the first forward without gradients, the recomputation with them."""
+    from zaya import ZayaConfig
+    from zaya.modeling_zaya import ZayaRouter
+
+    sizes = {"hidden_size": HIDDEN, "router_hidden_size": WIDTH, "num_experts": CLASSES - 1}
+    module = ZayaRouter(ZayaConfig.nano(kernels="triton", **sizes), 1).cuda().bfloat16().train()
+    for name, parameter in module.named_parameters():
+        mean = float(name.endswith(("norm.weight", "scale")))
+        torch.nn.init.normal_(parameter, mean=mean, std=0.1 if parameter.ndim == 1 else 2 / parameter.shape[1] ** 0.5)
+    h, state = torch.randn(count, HIDDEN, device="cuda").bfloat16(), tokens_of(count)[1]
+    with torch.no_grad():
+        first = module(h, state)
+    again = module(h, state)
+    for name in ("expert_ids", "gate_weights", "state"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+def test_vectors_with_a_stride():
+    """Liger#1377, scattermoe#23: norm weight, scale and bias every other element of a longer vector."""
+    apart = lambda x: torch.stack([x, torch.full_like(x, 7)], 1)[:, 0]
+    (weight, bias), (scale, norm, *rest) = parameters()
+    for count in (2, 40, 300):
+        x, prev = torch.randn(count, HIDDEN, device="cuda").bfloat16(), tokens_of(count)[1]
+        with torch.no_grad():
+            strided = router_from_hidden(x, weight, apart(bias), prev, apart(scale), apart(norm), *rest)
+            packed = router_from_hidden(x, weight, bias, prev, scale, norm, *rest)
+        assert all(torch.equal(a, b) for a, b in zip(strided[:3], packed[:3], strict=True))
+
+
+def test_fp32_takes_the_reference():
+    """aiter#4783: the tiles are made for 16 bits; in fp32 they would spill."""
+    u, prev = (x.float() for x in tokens_of(300))
+    rest = parameters(torch.float32)[1]
+    got, exact = router(u, prev, *rest, backend="triton"), router_reference(u, prev, *rest)
+    assert torch.equal(got.expert_ids, exact.expert_ids)
+    assert torch.equal(got.gate_weights, exact.gate_weights)
