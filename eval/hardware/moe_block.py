@@ -99,7 +99,7 @@ def ours(layer: Layer) -> nn.Module:
         block = ZayaMoE(config, 1)
     block.load_state_dict(layer.stock.state_dict(keep_vars=True), assign=True)
     block.gate.balancing_biases = layer.stock.gate.balancing_biases
-    return block
+    return block.eval()  # as a server has it; with gradients it is the training path all the same
 
 
 def build_ours(layer: Layer):
