@@ -72,7 +72,7 @@ class MoeTiles:
 class DecodeTile:
     """The decode kernels for up to `tokens` tokens.
 
-    `vec` is vector arithmetic, one token at a time. `pdl` starts the second kernel while the first still runs.
+    `vec` is vector arithmetic, one token at a time. With `pdl` a kernel starts before the one before it has ended.
     """
 
     tokens: int
@@ -141,7 +141,7 @@ MOE: dict[str, tuple[MoeTiles, ...]] = {
 
 MOE_DECODE: dict[str, tuple[DecodeTile, ...]] = {
     "cuda": (
-        DecodeTile(2, True, 4, 4, 512, 2048, 4, 4, pdl=True),
+        DecodeTile(2, True, 4, 2, 512, 2048, 4, 4, pdl=True),
         DecodeTile(128, False, 32, 64, 128, 128, 4, 4, pdl=True),
     ),
     "hip": (DecodeTile(2, True, 8, 8, 512, 512, 4, 2), DecodeTile(64, False, 16, 16, 128, 128, 4, 2)),
@@ -178,9 +178,27 @@ class RouterTile:
     options: dict[str, int]
     splits: int = 1
 
+    @property
+    def pdl(self) -> bool:
+        """Whether it starts before the kernel before it has ended (CUDA's programmatic dependent launch)."""
+        return bool(self.options.get("launch_pdl"))
+
+    def fit(self, width: int) -> "RouterTile":
+        """The same tile with BK lowered to divide a reduction of `width`."""
+        return _fit_router(self, width)
+
+
+@functools.cache
+def _fit_router(tile: RouterTile, width: int) -> RouterTile:
+    return replace(tile, blocks=tile.blocks | {"BK": min(tile.blocks["BK"], width & -width)})
+
 
 def _cuda(warps: int, stages: int, splits: int = 1, **blocks: int) -> RouterTile:
     return RouterTile(blocks, {"num_warps": warps, "num_stages": stages}, splits)
+
+
+def _pdl(tile: RouterTile) -> RouterTile:
+    return replace(tile, options=tile.options | {"launch_pdl": True})
 
 
 def _hip(warps: int, stages: int, splits: int = 1, **blocks: int) -> RouterTile:
@@ -211,9 +229,9 @@ ROUTER: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
         (64, _cuda(4, 2, splits=4, BT=16, BN=16, BK=128)),
     ),
     ("project", "hip"): ((64, _hip(4, 2, splits=16, BT=16, BN=16, BK=128)),),
-    ("project_vec", "cuda"): ((4, _cuda(4, 1, BN=2, BK=1024)),),
+    ("project_vec", "cuda"): ((4, _pdl(_cuda(4, 1, BN=2, BK=2048))),),
     ("project_vec", "hip"): ((4, _hip(4, 1, BN=2, BK=1024)),),
-    ("decode_vec", "cuda"): ((4, _cuda(4, 1, BC=16)),),
+    ("decode_vec", "cuda"): ((4, _pdl(_cuda(4, 1, BC=32))),),
     ("decode_vec", "hip"): ((4, _hip(4, 1, BC=16)),),
     ("decode", "cuda"): ((64, _cuda(8, 1, BT=16, BC=64)),),
     ("decode", "hip"): ((64, _hip(8, 1, BT=16, BC=32)),),

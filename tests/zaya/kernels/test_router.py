@@ -187,6 +187,32 @@ def test_from_hidden_equals_stock(tokens, decode, layer):
     torch.testing.assert_close(got.state, state, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", [1024, 3072])
+def test_from_hidden_of_other_widths(hidden):
+    module = stock_router(1, width=64, hidden=hidden)
+    x, prev = torch.randn(1, hidden), torch.randn(1, 64)
+    weight, bias = module.down_proj.weight, module.down_proj.bias
+    with torch.no_grad():
+        got = router_from_hidden(x, weight, bias, prev, *arguments(module), backend="triton")
+        ids, weights, _ = stock_routing(module, F.linear(x, weight, bias), prev)
+    assert torch.equal(got.expert_ids, ids)
+    torch.testing.assert_close(got.gate_weights, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_from_hidden_of_ties_and_nan():
+    module = stock_router(0, width=64, hidden=2048)
+    module.router_mlp.out_proj.weight.data.zero_()
+    biases = module.balancing_biases.zero_()
+    biases[[1, 3]] = 1.0
+    x = torch.randn(3, 2048)
+    x[2] = float("nan")
+    weight, bias = module.down_proj.weight, module.down_proj.bias
+    with torch.no_grad():
+        got = router_from_hidden(x, weight, bias, None, *arguments(module), backend="triton")
+    assert got.expert_ids.tolist() == [1, 1, 0]
+    assert got.gate_weights.isnan().tolist() == [False, False, True]
+
+
 def test_one_graph_of_from_hidden_serves_every_number_of_tokens():
     module = stock_router(0, width=64, hidden=2048)
     weight, bias, parameters = module.down_proj.weight, module.down_proj.bias, arguments(module)

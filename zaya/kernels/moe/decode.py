@@ -3,15 +3,16 @@
 No permutation: program (column block, j) takes the j-th expert that has a token, finds that expert's tokens in the ids
 by itself, and streams its panel of weights once. One launch per product, and no row is padded or copied. Nothing is
 split over the reduction, so sums have one order; the columns alone give enough programs to keep every multiprocessor
-reading. With PDL (CUDA only) the second kernel starts while the first runs, and reads weights until it must wait. VEC
-multiplies one token at a time with the panel in fp32 vector arithmetic instead of 16-row matrix tiles.
+reading. With PDL (CUDA only) each kernel starts while the one before runs, and the second reads weights until it must
+wait (zaya/kernels/overlap.py). VEC multiplies one token at a time with the panel in fp32 vector arithmetic instead of
+16-row matrix tiles.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from zaya.kernels.moe.triton import _dot
+from zaya.kernels.overlap import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -43,13 +44,11 @@ def _nth_tokens(ids, expert, m0, BM: tl.constexpr, T_PAD: tl.constexpr):
 
 
 @triton.jit
-def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """[BM, BN] = a[token] W^T over the BN weight rows at w, for a [T, K] that the kernel before this one writes."""
+def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """[BM, BN] = a[token] W^T over the BN weight rows at w."""
     k = tl.arange(0, BK)
     n = tl.arange(0, BN)
     acc = tl.zeros((BM, BN), tl.float32)
-    if PDL:
-        gdc_wait()
     for k0 in range(0, K, BK):
         rows = tl.load(a + token[:, None] * K + k0 + k[None, :], mask=live[:, None], other=0.0)
         acc = _dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), acc)
@@ -57,34 +56,50 @@ def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
 
 
 @triton.jit
+def _dot_by_8(w, x, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK // 8] fp32: w * x summed over each 8 neighbours, which one thread holds: an eighth of the registers."""
+    return tl.sum(tl.reshape(w.to(tl.float32) * x.to(tl.float32), (BN, BK // 8, 8)), 2)
+
+
+@triton.jit
 def _panel_vec(a, w, K, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """[BN] = W a over the BN weight rows at w, for the one row at a, which the kernel before this one writes."""
-    k = tl.arange(0, BK)
-    at = tl.arange(0, BN)[:, None] * K + k[None, :]
+    at = tl.arange(0, BN)[:, None] * K + tl.arange(0, BK)[None, :]
+    row = a + tl.zeros((BN, 1), tl.int32) + tl.arange(0, BK)[None, :]  # read in the panel's layout: no exchange
     panel = tl.load(w + at)  # before the wait: weights do not depend on the kernel before
     if PDL:
         gdc_wait()
-    acc = panel.to(tl.float32) * tl.load(a + k).to(tl.float32)[None, :]
+    acc = _dot_by_8(panel, tl.load(row), BN, BK)
     for k0 in range(BK, K, BK):
-        acc += tl.load(w + at + k0).to(tl.float32) * tl.load(a + k0 + k).to(tl.float32)[None, :]
+        acc += _dot_by_8(tl.load(w + at + k0), tl.load(row + k0), BN, BK)
     return tl.sum(acc, 1)
 
 
 @triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def _panels_vec(a, w, v, K, BN: tl.constexpr, BK: tl.constexpr):
-    """(W a, V a), both panels read in one loop: twice the loads in flight."""
-    k = tl.arange(0, BK)
-    n = tl.arange(0, BN)
-    left = tl.zeros((BN, BK), tl.float32)
-    right = tl.zeros((BN, BK), tl.float32)
-    for k0 in range(0, K, BK):
-        at = n[:, None] * K + k0 + k[None, :]
-        first = tl.load(w + at)
-        second = tl.load(v + at)
-        row = tl.load(a + k0 + k).to(tl.float32)[None, :]
-        left += first.to(tl.float32) * row
-        right += second.to(tl.float32) * row
-    return tl.sum(left, 1), tl.sum(right, 1)
+    """(W a, V a), both panels read in one loop, the next step's weights before this step's are added up."""
+    at = tl.arange(0, BN)[:, None] * K + tl.arange(0, BK)[None, :]
+    row = a + tl.zeros((BN, 1), tl.int32) + tl.arange(0, BK)[None, :]
+    left = tl.zeros((BN, BK // 8), tl.float32)
+    right = tl.zeros((BN, BK // 8), tl.float32)
+    first = tl.load(w + at)
+    second = tl.load(v + at)
+    x = tl.load(row)
+    for k0 in range(BK, K, BK):
+        next_first = tl.load(w + at + k0)
+        next_second = tl.load(v + at + k0)
+        next_x = tl.load(row + k0)
+        left += _dot_by_8(first, x, BN, BK)
+        right += _dot_by_8(second, x, BN, BK)
+        first, second, x = next_first, next_second, next_x
+    left += _dot_by_8(first, x, BN, BK)
+    right += _dot_by_8(second, x, BN, BK)
+    return tl.reduce((left, right), 1, _add_both)  # one exchange between warps instead of two
 
 
 @triton.jit
@@ -120,13 +135,14 @@ def moe_decode_up_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()  # after the wait: the next kernel then reads ids and weights before its own
     ids, expert, found = _pick_expert(ids_ptr, T, tl.program_id(1), E, E_PAD, T_PAD)
     if found:
         n0 = tl.program_id(0) * BN
         w = w_ptr + (expert.to(tl.int64) * 2 * F + n0) * D
         n = n0 + tl.arange(0, BN)
-        count = tl.sum((ids == expert).to(tl.int32), 0)
+        count = 1 if T_PAD == 1 else tl.sum((ids == expert).to(tl.int32), 0)
         for m0 in range(0, count, 1 if VEC else BM):
             token, live = _nth_tokens(ids, expert, m0, BM, T_PAD)
             if VEC:
@@ -138,6 +154,15 @@ def moe_decode_up_kernel(
                 gate, up = _panels(x_ptr, w, w + F.to(tl.int64) * D, D, token, live, BM, BN, BK, stride_x)
                 y = (gate * tl.sigmoid(gate) * up).to(act_ptr.dtype.element_ty)
                 tl.store(act_ptr + token[:, None] * F + n[None, :], y, mask=live[:, None])
+
+
+@triton.jit
+def _zero_skipped(out_ptr, ids, n, T, D, E: tl.constexpr, BN: tl.constexpr, T_PAD: tl.constexpr):
+    if tl.program_id(1) == 0:
+        t = tl.arange(0, T_PAD)
+        idle = (t < T) & ((ids < 0) | (ids >= E))
+        zero = tl.zeros((T_PAD, BN), out_ptr.dtype.element_ty)
+        tl.store(out_ptr + t.to(tl.int64)[:, None] * D + n[None, :], zero, mask=idle[:, None])
 
 
 @triton.jit
@@ -159,27 +184,31 @@ def moe_decode_down_kernel(
     VEC: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     ids, expert, found = _pick_expert(ids_ptr, T, tl.program_id(1), E, E_PAD, T_PAD)
     n0 = tl.program_id(0) * BN
     n = n0 + tl.arange(0, BN)
-    if tl.program_id(1) == 0:
-        t = tl.arange(0, T_PAD)
-        idle = (t < T) & ((ids < 0) | (ids >= E))
+    if not VEC:
         if PDL:
             gdc_wait()
-        zero = tl.zeros((T_PAD, BN), out_ptr.dtype.element_ty)
-        tl.store(out_ptr + t.to(tl.int64)[:, None] * D + n[None, :], zero, mask=idle[:, None])
+        _zero_skipped(out_ptr, ids, n, T, D, E, BN, T_PAD)
     if found:
         w = w_ptr + (expert.to(tl.int64) * D + n0) * F
-        count = tl.sum((ids == expert).to(tl.int32), 0)
+        count = 1 if T_PAD == 1 else tl.sum((ids == expert).to(tl.int32), 0)
         for m0 in range(0, count, 1 if VEC else BM):
             token, live = _nth_tokens(ids, expert, m0, BM, T_PAD)
             if VEC:
                 one = tl.sum(tl.where(tl.arange(0, BM) == 0, token, 0), 0).to(tl.int64)
-                y = _panel_vec(act_ptr + one * F, w, F, BN, BK, PDL) * tl.load(weight_ptr + one).to(tl.float32)
+                p = tl.load(weight_ptr + one).to(tl.float32)
+                y = _panel_vec(act_ptr + one * F, w, F, BN, BK, PDL) * p
                 tl.store(out_ptr + one * D + n, y.to(out_ptr.dtype.element_ty))
             else:
                 token = token.to(tl.int64)
                 p = tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)
-                y = _panel(act_ptr, w, F, token, live, BM, BN, BK, PDL) * p[:, None]
+                y = _panel(act_ptr, w, F, token, live, BM, BN, BK) * p[:, None]
                 tl.store(out_ptr + token[:, None] * D + n[None, :], y.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    if VEC:  # behind the panel, which is read before the wait
+        if PDL:
+            gdc_wait()
+        _zero_skipped(out_ptr, ids, n, T, D, E, BN, T_PAD)

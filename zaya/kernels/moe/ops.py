@@ -184,11 +184,10 @@ def _decode_launches(tile: tiles.DecodeTile, padded: int, experts: int, width: i
     """For `padded` tokens, a power of two: (up kernel, its column blocks, down kernel, its column blocks)."""
     shape = {"E": experts, "E_PAD": triton.next_power_of_2(experts), "VEC": tile.vec, "PDL": tile.pdl}
     shape |= {"BM": 1 if tile.vec else 16, "T_PAD": padded}
-    shape |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    shape |= {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if tile.pdl else {})
     bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk_up, width)
     up, up_blocks = Launch(decode.moe_decode_up_kernel, BN=bn, BK=bk, **shape), hidden // bn
     bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk_down, hidden)
-    shape |= {"launch_pdl": True} if tile.pdl else {}
     return up, up_blocks, Launch(decode.moe_decode_down_kernel, BN=bn, BK=bk, **shape), width // bn
 
 

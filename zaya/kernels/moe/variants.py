@@ -108,7 +108,7 @@ def _decode(tile: tiles.DecodeTile, tokens: int) -> list[AotVariant]:
     pad = triton.next_power_of_2(tokens)
     shape = {"E": EXPERTS, "E_PAD": 16, "T_PAD": pad, "BM": 1 if tile.vec else 16}
     shape |= {"VEC": tile.vec, "PDL": tile.pdl}
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if tile.pdl else {})
     rest: dict[str, Any] = {"matrix": "none" if tile.vec else "loop"}
     masks = {"sgpr_spills": (16, "scalar masks of the rows set to zero, kept in vector lanes outside the loop")}
     limit = f"T={tokens}" if tokens == 1 else f"T<={tokens}"
@@ -118,10 +118,9 @@ def _decode(tile: tiles.DecodeTile, tokens: int) -> list[AotVariant]:
     )
     found = []
     for name, kernel, bn, bk in sides:
-        launch = options | ({"launch_pdl": True} if tile.pdl and name == "down" else {})
         rest["allowances"] = masks if (name, pad) == ("down", 64) else {}
         rest["work"] = (f"moe.{name}", tokens)
-        found.append(_variant(kernel, f"decode {name} {limit}", shape | {"BN": bn, "BK": bk}, launch, **rest))
+        found.append(_variant(kernel, f"decode {name} {limit}", shape | {"BN": bn, "BK": bk}, options, **rest))
     return found
 
 

@@ -4,12 +4,14 @@ At T <= 64 the work is reading weights: 1 MB of the down projection and 0.26 MB 
 splits the projection over output columns and over its inner dimension. In the second, each program takes a slice of
 the first layer and what that slice adds to the second; the last program to finish adds the slices in their order (so
 the bits do not depend on which was last) and makes the choice. The counter that finds the last one is zeroed by the
-first kernel, so no state outlives a call and any number of streams may run.
+first kernel, so no state outlives a call and any number of streams may run. With PDL (CUDA; the vector kernels of a
+few tokens) each kernel starts while the one before runs: see zaya/kernels/overlap.py.
 """
 
 import triton
 import triton.language as tl
 
+from zaya.kernels.overlap import gdc_launch_dependents, gdc_wait, prefetch_l2
 from zaya.kernels.router.triton import (
     _choose,
     _dot,
@@ -131,25 +133,34 @@ def router_project_vec_kernel(
     R: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token a program column: products of vectors, without the padding and staging of the matrix units."""
     t = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for k0 in tl.static_range(0, D, BK):
-        k = k0 + tl.arange(0, BK)
-        x = tl.load(x_ptr + t * stride_x + k).to(tl.float32)
-        acc += tl.load(w_ptr + n[:, None] * D + k[None, :]).to(tl.float32) * x[None, :]
-    u = tl.sum(acc, 1) + tl.load(bias_ptr + n).to(tl.float32)
+    k = tl.arange(0, BK)
+    at = n[:, None] * D + k[None, :]
+    if PDL:
+        prefetch_l2(w_ptr + n[:, None] * D + tl.arange(0, BK // 16)[None, :] * 16)
+        gdc_wait()
+        gdc_launch_dependents()
+    bias = tl.load(bias_ptr + n).to(tl.float32)
+    row = tl.zeros((BN, 1), tl.int32) + k[None, :]
+    acc = tl.load(w_ptr + at).to(tl.float32) * tl.load(x_ptr + t * stride_x + row).to(tl.float32)
+    for k0 in tl.static_range(BK, D, BK):
+        x = tl.load(x_ptr + t * stride_x + k0 + row).to(tl.float32)
+        acc += tl.load(w_ptr + at + k0).to(tl.float32) * x
+    u = tl.sum(acc, 1) + bias
     tl.store(u_ptr + t * R + n, u.to(u_ptr.dtype.element_ty))
     if tl.program_id(0) == 0:
         tl.store(ticket_ptr + t, 0)
 
 
 @triton.jit
-def _sum_rows(w_ptr, row, k, R: tl.constexpr, x):
-    """w[row] @ x for rows of width R: one sum along each row."""
-    return tl.sum(tl.load(w_ptr + row[:, None] * R + k[None, :]).to(tl.float32) * x[None, :], 1)
+def _better(score, e, p, score2, e2, p2):
+    """The higher score, the lower class on ties. NaN comes as infinity and wins, as in torch: all NaN is class 0."""
+    first = (score > score2) | ((score == score2) & (e < e2))
+    return tl.where(first, score, score2), tl.where(first, e, e2), tl.where(first, p, p2)
 
 
 @triton.jit
@@ -176,7 +187,10 @@ def router_decode_vec_kernel(
     C_PAD: tl.constexpr,
     BC: tl.constexpr,
     HAS_PREV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """All weights are read first, with PDL while the first kernel runs: no step of the chain from u to the choice then
+    waits for memory but for what the step before wrote."""
     SLICES: tl.constexpr = R // BC
     slice_id = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
@@ -185,30 +199,41 @@ def router_decode_vec_kernel(
     e = tl.arange(0, C_PAD)
     dtype = state_ptr.dtype.element_ty
     first = slice_id * BC
+    w1 = tl.load(w1_ptr + first * R + c[:, None] * R + k[None, :])
+    w2 = tl.load(w2_ptr + first + k[:, None] * R + c[None, :])
+    b1, norm = tl.load(b1_ptr + first + c), tl.load(norm_ptr + k)
+    if HAS_PREV:
+        scale = tl.load(scale_ptr + k)
+    w3 = tl.load(w3_ptr + e[:, None] * R + k[None, :], mask=e[:, None] < C, other=0.0)
+    b2, balance = tl.load(b2_ptr + k).to(tl.float32), tl.load(balance_ptr + e, mask=e < C, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     state = tl.load(u_ptr + t * R + k).to(tl.float32)
     if HAS_PREV:
-        prev = tl.load(prev_ptr + t * stride_prev + k).to(tl.float32)
-        state += prev * tl.load(scale_ptr + k).to(tl.float32)
+        state += tl.load(prev_ptr + t * stride_prev + k).to(tl.float32) * scale.to(tl.float32)
     state = state.to(dtype)
     tl.store(state_ptr + t * R + k, state, mask=slice_id == 0)
     state = state.to(tl.float32)
-    h = state * tl.rsqrt(tl.sum(state * state, 0) / R + eps) * tl.load(norm_ptr + k).to(tl.float32)
+    h = state * tl.rsqrt(tl.sum(state * state, 0) / R + eps) * norm.to(tl.float32)
     h = h.to(dtype).to(tl.float32)
-    g1 = _gelu(_sum_rows(w1_ptr + first * R, c, k, R, h) + tl.load(b1_ptr + first + c).to(tl.float32))
-    share = _sum_rows(w2_ptr + first, k, c, R, g1.to(dtype).to(tl.float32))
+    g1 = _gelu(tl.sum(w1.to(tl.float32) * h[None, :], 1) + b1.to(tl.float32)).to(dtype).to(tl.float32)
+    share = tl.sum(w2.to(tl.float32) * g1[None, :], 1)
     tl.store(slices_ptr + (t * SLICES + slice_id) * R + k, share)
     tl.debug_barrier()  # every thread's part is stored before one thread says so
     done = tl.atomic_add(ticket_ptr + t, 1, sem="acq_rel", scope="gpu")
     if done == SLICES - 1:
-        parts = slices_ptr + t * SLICES * R + tl.arange(0, SLICES)[:, None] * R + k[None, :]
-        z2 = tl.sum(tl.load(parts, cache_modifier=".cg"), 0) + tl.load(b2_ptr + k).to(tl.float32)
+        z2 = b2
+        for i in tl.static_range(SLICES):
+            z2 += tl.load(slices_ptr + (t * SLICES + i) * R + k, cache_modifier=".cg")
         g2 = _gelu(z2).to(dtype).to(tl.float32)
-        w3 = tl.load(w3_ptr + e[:, None] * R + k[None, :], mask=e[:, None] < C, other=0.0).to(tl.float32)
-        logits = tl.where(e < C, tl.sum(w3 * g2[None, :], 1), -float("inf"))
+        # gathered: each warp then holds all classes, and what follows needs no exchange between warps
+        logits = tl.gather(tl.sum(w3.to(tl.float32) * g2[None, :], 1), e, 0)
+        logits = tl.where(e < C, logits, -float("inf"))
         p = tl.exp(logits - tl.max(logits, 0))
         p = p / tl.sum(p, 0)
-        score = tl.where(e < C, p + tl.load(balance_ptr + e, mask=e < C, other=0.0), -float("inf"))
-        broken = tl.sum((score != score).to(tl.int32), 0) > 0  # NaN: class 0, as in `_choose`
-        pick = tl.where(broken, 0, tl.argmax(score, 0, tie_break_left=True).to(tl.int32))
+        score = p + balance
+        score = tl.where(e < C, tl.where(score == score, score, float("inf")), -float("inf"))
+        _, pick, weight = tl.reduce((score, e, p), 0, _better)
         tl.store(ids_ptr + t, pick.to(tl.int64))
-        tl.store(weights_ptr + t, tl.sum(tl.where(e == pick, p, 0.0), 0))
+        tl.store(weights_ptr + t, weight)

@@ -322,10 +322,10 @@ def _decode_vectors(x, down_weight, down_bias, prev, state_scale, norm_weight, m
     u, ticket = torch.empty_like(state), x.new_empty(tokens, dtype=torch.int32)
     scratch = x.new_empty((tokens, slices, width), dtype=torch.float32)
     choice = {"C": classes, "C_PAD": _padded(classes), "HAS_PREV": prev is not None}
-    _launch(decode.router_project_vec_kernel, first, D=hidden, R=width)(
+    _launch(decode.router_project_vec_kernel, first.fit(hidden), D=hidden, R=width, PDL=x.is_cuda and first.pdl)(
         (width // first.blocks["BN"], tokens), x, down_weight, down_bias, u, ticket, x.stride(0)
     )
-    _launch(decode.router_decode_vec_kernel, second, R=width, **choice)(
+    _launch(decode.router_decode_vec_kernel, second, R=width, **choice, PDL=x.is_cuda and second.pdl)(
         (slices, tokens), u, _or(prev, state), _or(state_scale, norm_weight), norm_weight, *mlp, state, ids, weights,
         scratch, ticket, eps, _or(prev, state).stride(0),
     )  # fmt: skip
@@ -351,6 +351,6 @@ def decode_takes(x: Tensor, down_weight: Tensor) -> bool:
     if not 0 < tokens <= ROUTER_DECODE_TOKENS:
         return False
     if tokens <= ROUTER_VECTOR_TOKENS:
-        return x.shape[1] % router_tile("project_vec", BACKEND, tokens, width).blocks["BK"] == 0
+        return x.shape[1] % 1024 == 0
     tile = router_tile("project", BACKEND, tokens, width)
     return x.shape[1] % (tile.splits * tile.blocks["BK"]) == 0

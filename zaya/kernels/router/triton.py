@@ -332,7 +332,7 @@ def aot_variants(backend: str) -> list[AotVariant]:
     for (name, found), rows in ROUTER.items():
         for limit, tile in rows if found == backend else ():
             kernel, constants, rest = kernels[name]
-            fixed = {"R": 256, "C_PAD": 32, "SPLITS": tile.splits} | constants | tile.blocks
+            fixed = {"R": 256, "C_PAD": 32, "SPLITS": tile.splits, "PDL": tile.pdl} | constants | tile.blocks
             if name == "decode":
                 fixed["SPLITS"] = router_tile("project", backend, int(limit), 256).splits
             rest = rest | {"allowances": ALLOWANCES.get((name, backend, tile.blocks.get("BT")), {})}
