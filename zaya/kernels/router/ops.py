@@ -280,13 +280,14 @@ def _from_hidden(
     The choice between the decode kernels and the library's product is made in here, by the number of tokens at run
     time, so that one compiled graph serves every number.
     """
+    down_bias = down_bias.contiguous()  # the library adds a strided one after rounding the product
     if not decode_takes(x, down_weight):
         u = torch.nn.functional.linear(x, down_weight, down_bias)
         outputs = _decode_outputs(u, u.shape[1])
         _choose(u, prev_state, state_scale, norm_weight, (w1, b1, w2, b2, w3, balance), eps, *outputs, None)
         return outputs
     x, prev = _rows(x), None if prev_state is None else _rows(prev_state)
-    down_bias, norm_weight, state_scale = down_bias.contiguous(), norm_weight.contiguous(), _packed(state_scale)
+    norm_weight, state_scale = norm_weight.contiguous(), _packed(state_scale)
     mlp = tuple(w.contiguous() for w in (w1, b1, w2, b2, w3, balance))
     outputs = _decode_outputs(x, down_weight.shape[0])
     run = _decode_vectors if x.shape[0] <= ROUTER_VECTOR_TOKENS else _decode_blocks
