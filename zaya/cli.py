@@ -6,6 +6,7 @@ Exit codes: 0 good, 1 a check failed, 2 bad usage. A person's mistake is one lin
 import difflib
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -46,6 +47,25 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "doctor": ("zaya.doctor:doctor", "What this machine can run, and the command that mends each gap."),
 }
 
+
+# what a system call says about a path, in a person's words, with the mend
+PATH_ERRORS = {
+    errno.ENOENT: "no such file or folder; check the path",
+    errno.ENOTDIR: "is a file, or is below one, and a folder is needed there; check the path",
+    errno.EISDIR: "is a folder, and a file is needed; name the file",
+    errno.EEXIST: "is there already; choose another name, or remove it first",
+    errno.ENOTEMPTY: "is a folder with something in it; choose another name, or remove it first",
+    errno.EACCES: "may not be read or written by this user; change its permissions or choose another place",
+    errno.EPERM: "may not be changed by this user; change its permissions or choose another place",
+    errno.EROFS: "is on a disk that may only be read; choose another place",
+    errno.ELOOP: "symbolic links that lead in a circle; check the path",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.ENOSPC: "no space left; free some and run the same command again",
+    errno.EDQUOT: "this user's share of the disk is used up; free some and run the same command again",
+}
+
+CHILD = {"ZAYA_STAGE", "ZAYA_TRAIN_PARENT"}  # set for what another zaya command started
+NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "Unable to allocate")
 
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
 
@@ -140,23 +160,41 @@ def describe(e: Any) -> tuple[str, int]:
         return f"{e.format_message()}{f' (see `{e.ctx.command_path} --help`)' if e.ctx else ''}", 2
     if isinstance(e, UserError):
         return str(e), 2
-    if isinstance(e, OSError) and e.errno == errno.ENOSPC:
-        return f"{e.filename or 'the disk'}: no space left; free some and run the same command again", 2
+    if isinstance(e, OSError) and (e.filename is not None or e.errno == errno.ENOSPC) and e.errno in PATH_ERRORS:
+        name = os.fsdecode(e.filename) if isinstance(e.filename, str | bytes) else "the disk"
+        return f"{name if len(name) <= 200 else name[:200] + '...'}: {PATH_ERRORS[e.errno]}", 2
     if isinstance(e, CheckFailed):
         return str(e), 1
     if isinstance(e, KeyboardInterrupt | typer.Abort):
         return "interrupted; the same command goes on from what is finished", 130
+    if isinstance(e, UnicodeEncodeError) and "surrogates" in e.reason:
+        return f"{e.object[:200]!r} is not UTF-8; choose another name, or a locale with UTF-8", 2
+    if "No space left on device" in str(e):  # of a library with its own exceptions
+        return "the disk: no space left; free some and run the same command again", 2
+    if "Connection closed by peer" in str(e):
+        return "another rank has ended; its own line says why", 1
+    if isinstance(e, MemoryError) or any(sign in str(e) for sign in NO_MEMORY):
+        return "not enough memory for this; make the model or the batch smaller, or end other programs", 2
     return f"internal error, {type(e).__name__}: {e} (`zaya --debug ...` shows the traceback)", 1
 
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None when it is closed
+            stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 must not end a command
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        fail("the working folder has been removed; change to one that is there", 2)
     try:
         code = LazyGroup("zaya", start.__doc__, COMMANDS, start).main(prog_name="zaya", standalone_mode=False)
     except (Exception, KeyboardInterrupt) as e:
         if os.environ.get("ZAYA_DEBUG"):
             raise
         fail(*describe(e))
+    if code == 130 and not CHILD & set(os.environ):  # Ctrl-C, which typer turns into a code; a child leaves the words
+        fail(*describe(KeyboardInterrupt()))
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

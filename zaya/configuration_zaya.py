@@ -76,7 +76,7 @@ class ZayaConfig(StockZayaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """Build from a JSON object; a legacy config raises UserError that names `zaya convert`."""
+        """Build from a JSON object; a legacy config raises UserError."""
         _refuse_legacy(config_dict)
         if config_dict.get("num_experts_per_tok") == _INPUT_SKIP_MARK:
             config_dict = {**config_dict, "num_experts_per_tok": 1, "skip_semantics": "input"}
@@ -125,7 +125,7 @@ def _refuse_legacy(fields: dict[str, Any]) -> None:
     if found:
         raise UserError(
             f"config.json is of the legacy ZAYA layout (it has {', '.join(found)}); "
-            "convert the folder first: zaya convert IN OUT --to native"
+            "take the model in the native layout, which stock transformers 5.13 or newer loads"
         )
 
 

@@ -156,14 +156,18 @@ def digest(path: Path) -> str:
     return sha256_file(path)
 
 
+def explain(error: ValidationError) -> str:
+    """The first field that does not fit a schema, and why."""
+    first = error.errors()[0]
+    return f"field {'.'.join(str(x) for x in first['loc']) or '(the whole)'}: {first['msg']}"
+
+
 def load(path: Path) -> Result:
     """Read one result. Raises UserError naming the file and the field when it does not fit the schema."""
     try:
         return Result.model_validate(read_json(path, "result file"))
     except ValidationError as e:
-        first = e.errors()[0]
-        field = ".".join(str(x) for x in first["loc"])
-        raise UserError(f"{path}: field {field}: {first['msg']}; make the result again with this version") from None
+        raise UserError(f"{path}: {explain(e)}; make the result again with this version") from None
 
 
 def load_all(folder: Path) -> list[Result]:

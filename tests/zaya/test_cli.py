@@ -1,11 +1,13 @@
 """The command line: exit codes, one-line errors, help that lists only what exists."""
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
-from zaya.cli import COMMANDS, describe, load_command
+from zaya.cli import COMMANDS, PATH_ERRORS, describe, load_command
 from zaya.errors import CheckFailed, UserError
 
 
@@ -43,6 +45,8 @@ def test_every_command_exists_and_documents_its_parameters(words, target):
         (["release"], "Missing argument"),
         (["release", "no/such.yaml"], "no/such.yaml"),
         (["export", "no/such", "out"], "no/such"),
+        (["train", "/dev/null/x", "--check"], "/dev/null/x"),
+        (["train", "x" * 5000, "--check"], "name is too long"),
         (["verify", "no/such"], "no/such"),
         (["verify", "no/such", "--prompts", "0"], "--prompts"),
         (["verify", "no/such", "--new-tokens", "-3"], "--new-tokens"),
@@ -76,3 +80,13 @@ def test_a_folder_named_eval_in_the_working_directory_is_not_picked_up(tmp_path)
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "__init__.py").write_text("raise SystemExit('picked up')")
     assert zaya("eval", "--help", cwd=tmp_path).returncode == 0
+
+
+def test_what_the_system_says_about_a_path_is_one_line_and_exit_code_2():
+    for number in PATH_ERRORS:
+        text, code = describe(OSError(number, os.strerror(number), "a/path"))
+        assert code == 2
+        assert text.startswith("a/path: ")
+    assert describe(OSError(errno.ENAMETOOLONG, "too long", "a" * 5000))[0].count("a") < 300
+    assert describe(OSError(errno.EIO, "broken", "f"))[1] == 1
+    assert describe(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))[1] == 2

@@ -56,7 +56,7 @@ def test_input_skip_semantics_survive_and_stop_stock(tmp_path):
         ({"kernels": "cuda"}, "kernels"),
         ({"skip_semantics": "none"}, "skip_semantics"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"ffn_hidden_size": 4096, "num_query_groups": 2}, "zaya convert"),
+        ({"ffn_hidden_size": 4096, "num_query_groups": 2}, "native layout"),
         (
             {"head_dim": 10, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor",
@@ -70,8 +70,8 @@ def test_wrong_values_name_the_field(wrong, named):
     assert "\n" not in str(error.value)
 
 
-def test_a_legacy_folder_names_the_converter(tmp_path):
+def test_a_legacy_folder_is_refused(tmp_path):
     legacy = {"model_type": "zaya", "num_hidden_layers": 80, "cca_num_q_heads": [8, 0], "rope_scaling": False}
     (tmp_path / "config.json").write_text(json.dumps(legacy))
-    with pytest.raises(UserError, match="zaya convert"):
+    with pytest.raises(UserError, match="native layout"):
         zaya.ZayaConfig.from_pretrained(tmp_path)

@@ -120,3 +120,79 @@ def test_manifest_digest_of_an_unfinished_folder(tmp_path):
         files.manifest_digest(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({"outputs": {}})[:-2])
     assert files.read_manifest(tmp_path) is None
+
+
+def test_what_another_stage_made_is_never_replaced(tmp_path):
+    """`zaya export RUN RUN` must not end with the run gone."""
+    run = tmp_path / "run"
+    with files.stage_dir(run, "train", {}) as folder:
+        (folder / "weights").write_text("a week's work")
+    with pytest.raises(UserError, match="holds what another stage made"), files.stage_dir(run, "export", {}):
+        pass
+    assert (run / "weights").read_text() == "a week's work"
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("manifest", ['{"name": "a web application"}', "[]", "{}", "[" * 100_000, '{"stage": "x"}'])
+def test_a_foreign_manifest_marks_nothing_as_ours(tmp_path, manifest):
+    out = tmp_path / "site"
+    out.mkdir()
+    (out / "manifest.json").write_text(manifest)
+    assert files.read_manifest(out) is None
+    with pytest.raises(UserError, match="was not made by zaya"), files.stage_dir(out, "demo", {}):
+        pass
+
+
+def test_symbolic_links_are_followed_and_stay(tmp_path):
+    (tmp_path / "disk").mkdir()
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "disk" / "result")
+    for text in ("one", "two"):
+        with files.stage_dir(out, "demo", {}) as folder:
+            (folder / "a.txt").write_text(text)
+    assert out.is_symlink()
+    assert (tmp_path / "disk" / "result" / "a.txt").read_text() == "two"
+    assert os.listdir(tmp_path / "disk") == ["result"]
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(UserError, match="in a circle"):
+        files.check_target(tmp_path / "circle")
+
+
+def test_two_writers_of_one_folder(tmp_path):
+    with files.whole_dir(tmp_path / "out") as first:
+        (first / "a.txt").write_text("first")
+        with pytest.raises(UserError, match="another command is writing it"), files.whole_dir(tmp_path / "out"):
+            pass
+        with files.whole_dir(tmp_path / "*"):  # a name is not a pattern
+            pass
+    assert (tmp_path / "out" / "a.txt").read_text() == "first"
+    assert sorted(os.listdir(tmp_path)) == ["*", "out"]
+
+
+def test_everybody_may_read_what_was_written(tmp_path):
+    with files.whole_dir(tmp_path / "out") as folder:
+        (folder / "weights").touch(mode=0o600)
+    assert oct((tmp_path / "out" / "weights").stat().st_mode & 0o777) == "0o644"
+
+
+def test_a_target_below_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    for check in (files.check_target, files.check_file):
+        with pytest.raises(UserError, match=r"below|folder"):
+            check(tmp_path / "file" / "out")
+
+
+def test_json_lines_end_at_newlines_only(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "one\u2028line\x85"}\n\n{"text": "two"}\n', encoding="utf-8")
+    assert [r["text"] for r in files.read_json_lines(path, needs=("text",))] == ["one\u2028line\x85", "two"]
+    for bad, told in (("{", "line 1: not JSON"), ("[1]", "line 1: not a JSON object"), ("{}", "no field 'text'")):
+        path.write_text(bad)
+        with pytest.raises(UserError, match=told):
+            files.read_json_lines(path, needs=("text",))
+
+
+def test_free_bytes_that_are_no_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZAYA_FREE_BYTES", "lots")
+    with pytest.raises(UserError, match="ZAYA_FREE_BYTES is 'lots'"):
+        files.require_free_space(tmp_path, 1, "a test")

@@ -10,6 +10,8 @@ import os
 
 import torch
 
+from zaya.errors import UserError
+
 BACKENDS = ("auto", "reference", "triton")
 log = logging.getLogger("zaya.kernels")
 
@@ -23,11 +25,11 @@ def log_once(message: str) -> None:
 def pick_backend(device: torch.device, requested: str = "auto") -> str:
     """The backend for tensors on `device`: "reference" or "triton".
 
-    Raises ValueError for a name that is not in BACKENDS.
+    Raises UserError for a name that is not in BACKENDS.
     """
     name = os.environ.get("ZAYA_KERNELS", "") or requested
     if name not in BACKENDS:
-        raise ValueError(
+        raise UserError(
             f"kernels: unknown backend {name!r} (ZAYA_KERNELS or the config field `kernels`); "
             f"use one of {', '.join(BACKENDS)}"
         )
