@@ -20,7 +20,7 @@ from training import launch
 from training.progress import bar
 from training.recipe import Recipe
 from zaya.errors import CheckFailed
-from zaya.files import stage_dir
+from zaya.files import check_target, stage_dir
 
 TURNS = 2
 WARMUP_STEPS = 3
@@ -34,6 +34,7 @@ def bench(recipe: Recipe, data: Path, out: Path) -> dict[str, Any]:
     from zaya.shards import TokenShards
 
     began = datetime.datetime.now(datetime.UTC)
+    check_target(out, "bench")
     TokenShards(data, "train").check_vocabulary(recipe.tokenizer.vocab_size, "tokenizer.vocab_size")
     turns = _measure(recipe, data)
     speeds = {who: [t["tokens"] / t["seconds"] for t in done] for who, done in turns.items()}

@@ -93,9 +93,12 @@ def _train(loaded: Recipe, arm: str, data: Path, out: Path) -> dict[str, Any] | 
         if not first or ours:
             return None
     else:
-        from training.run import identity, only_one, prepare, train
+        from training.run import check_run_folder, identity, only_one, prepare, train
+        from zaya.files import read_object
 
         ids = identity(loaded, arm, data)
+        read_object(data / "dataset.json", "dataset summary (`zaya data tokenize` writes it)")
+        check_run_folder(out)
         with only_one(out):
             if prepare(out, ids):
                 logging.getLogger(__name__).warning("%s: finished already, nothing to do", out)

@@ -17,15 +17,22 @@ from typing import Any
 
 import typer
 
-from zaya.errors import CheckFailed
+from zaya.errors import CheckFailed, UserError
 
 GRACE_S = 10.0
 _PARENT = "ZAYA_TRAIN_PARENT"
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one of several ranks, by us or by a launcher."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether this process was started as one of several ranks, by us or by a launcher.
+
+    Raises UserError for launcher's variables that are no numbers.
+    """
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", _PARENT) if name in os.environ}
+    for name, value in given.items():
+        if not value.isdecimal():
+            raise UserError(f"{name} is {value!r}, and a launcher sets it to a number; unset it")
+    return "RANK" in given and "WORLD_SIZE" in given
 
 
 def is_child() -> bool:
@@ -36,7 +43,7 @@ def is_child() -> bool:
 def die_with_parent() -> None:
     """In a rank that `launch` started: be killed when the parent is, so that no orphan goes on. Linux only."""
     parent = os.environ.get(_PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
+    if parent is None or not parent.isdecimal() or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):

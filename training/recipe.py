@@ -8,9 +8,9 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from zaya import plainyaml
 from zaya.errors import UserError
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
@@ -21,9 +21,12 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, the string under a field is its documentation."""
+    """A part of a recipe: unknown keys and numbers that are not finite are refused.
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    The string under a field is its documentation.
+    """
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False)
 
 
 class Corpus(Section):
@@ -41,7 +44,7 @@ class Corpus(Section):
 class Tokenizer(Section):
     """The byte-level BPE tokenizer that is trained on the training files."""
 
-    vocab_size: Annotated[int, Field(ge=300, strict=True)] = 4096
+    vocab_size: Annotated[int, Field(ge=300, le=1 << 24, strict=True)] = 4096
     """Entries, with the 256 bytes and <pad>, <bos>, <eos>."""
 
 
@@ -93,6 +96,9 @@ class Model(Section):
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if self.num_key_value_heads * self.head_dim % 2:
             raise ValueError("num_key_value_heads x head_dim must be even: half the value is the token before")
+        rotated = self.head_dim * self.partial_rotary_factor
+        if rotated < 2 or rotated % 2:
+            raise ValueError(f"head_dim x partial_rotary_factor is {rotated:g}; it must be an even number of channels")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types needs num_hidden_layers = {self.num_hidden_layers} entries")
         if "hybrid_sliding" in (self.layer_types or []) and self.sliding_window is None:
@@ -123,6 +129,14 @@ class Baseline(Section):
     """Added to the mean square in RMSNorm."""
     active_parameters_tolerance: Fraction = 0.02
     """Largest relative difference of active parameters from the ZAYA model; training refuses more."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Baseline":
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if self.head_dim % 2:
+            raise ValueError("head_dim must be even: all of its channels are rotated, in pairs")
+        return self
 
 
 class Schedule(Section):
@@ -198,7 +212,7 @@ class Train(Section):
     """Sequences per forward pass of a rank; unset takes its whole share of the batch at once."""
     ranks: PositiveInt = 1
     """Processes that `zaya train` starts. Under torchrun or accelerate launch their number must be this."""
-    threads_per_rank: PositiveInt = 1
+    threads_per_rank: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     """Threads of each process."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the model's products; weights and optimizer state are float32."""
@@ -274,6 +288,12 @@ class Serve(Section):
     parity_prompts: PositiveInt = 8
     """Prompts whose greedy tokens and log-probabilities are compared with transformers."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "Serve":
+        if len(set(self.concurrency)) != len(self.concurrency):
+            raise ValueError(f"concurrency {self.concurrency}: use different numbers")
+        return self
+
 
 class Score(Section):
     """lm-eval."""
@@ -296,7 +316,7 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the release: letters, digits, dot, dash and underscore."""
-    seed: Annotated[int, Field(ge=0, strict=True)] = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63, strict=True)] = 0
     """Seed of the split, the initial weights and the order of data."""
     out: str | None = None
     """Folder of everything that the release writes, relative to where the command runs; unset is runs/<name>."""
@@ -347,16 +367,7 @@ def load_recipe(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     YAML that does not parse, an unknown key (with the nearest known one) and a value that does not fit.
     """
     path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe; training/recipes/demo.yaml is one to start from") from None
-    except (IsADirectoryError, UnicodeDecodeError):
-        raise UserError(f"{path}: not a recipe file; name a YAML file") from None
-    except yaml.YAMLError as e:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(e).split())}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a recipe is a mapping of keys to values; see training/recipes/demo.yaml")
+    values = plainyaml.read(path, "recipe", "training/recipes/demo.yaml")
     for override in overrides:
         _apply_override(values, override)
     try:
@@ -381,7 +392,8 @@ def explain(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return f"{where} is missing; add it"
-    got = "" if isinstance(first["input"], dict) or first["type"] == "value_error" else f" (got {first['input']!r})"
+    shown = not isinstance(first["input"], dict) and first["type"] != "value_error"
+    got = f" (got {first['input']!r:.80})" if shown else ""
     return f"{where}: {message}{got}" if where else f"{message}{got}"
 
 
@@ -408,8 +420,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(at, dict):
             raise UserError(f"override {override!r}: {parent} holds a value, not keys")
     try:
-        at[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        at[last] = plainyaml.parse(text)
+    except UserError:
         raise UserError(f"override {override!r}: the value is not valid YAML; quote it") from None
 
 

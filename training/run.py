@@ -1,7 +1,6 @@
 """One arm's run folder: started, resumed, finished. This is what each rank does."""
 
 import datetime
-import json
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from training.callbacks import BalanceCallback, Callback, CheckpointCallback, HeldoutCallback, LogCallback
 from training.callbacks.log import LOG, SPEED
+from training.checkpoint.manifest import FOLDER
 from training.checkpoint.reader import Checkpoint, latest
 from training.checkpoint.retention import prune, sweep
 from training.checkpoint.writer import Writer
@@ -26,7 +26,16 @@ from training.parallel.group import Group
 from training.recipe import Recipe
 from training.trainer import Trainer
 from zaya.errors import UserError
-from zaya.files import exclusive, read_json, read_manifest, write_json, write_manifest
+from zaya.files import (
+    MANIFEST,
+    check_target,
+    exclusive,
+    read_json,
+    read_json_lines,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
 from zaya.results import provenance
 from zaya.shards import TokenShards
 
@@ -98,14 +107,23 @@ def only_one(out: Path) -> AbstractContextManager[None]:
     return exclusive(out.parent / f".{out.name}.lock", busy)
 
 
+def check_run_folder(out: Path) -> None:
+    """Raise UserError when `out` is a file, or a folder with something in it that no training left there."""
+    ours = ((out / RUN).is_file() and (out / LOG).is_file()) or (out / FOLDER).is_dir()
+    made = read_manifest(out)
+    if not ours or (made is not None and made["stage"] != "train"):
+        check_target(out, "train")
+
+
 def prepare(out: Path, ids: dict[str, Any]) -> bool:
     """Make `out` ready for a run of identity `ids`. Returns whether that run is finished already.
 
     A folder that another run left is moved aside to `.<name>.previous`, which replaces an earlier one.
     """
+    check_run_folder(out)
     sweep(out)
     manifest, newest = read_manifest(out), latest(out)
-    if manifest is not None and manifest["inputs"] == ids:
+    if manifest is not None and manifest["inputs"] == ids and newest is not None:
         return True
     if newest is not None and _identity_of(newest, ids) != ids:
         aside = out.with_name(f".{out.name}.previous")
@@ -113,6 +131,7 @@ def prepare(out: Path, ids: dict[str, Any]) -> bool:
         os.rename(out, aside)
         log.warning("%s held a run of another recipe or other data; moved to %s, starting anew", out, aside)
     out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)  # of a run whose checkpoints are gone: it is not finished any more
     return False
 
 
@@ -170,8 +189,10 @@ def _describe(trainer: Trainer, recipe: Recipe, arm: str, out: Path) -> None:
 
 def summary(out: Path, data: Path) -> dict[str, Any]:
     """The end of a finished run, from its log: step, tokens, loss and held-out loss beside the bigram's."""
-    lines = [json.loads(line) for line in (out / LOG).read_text(encoding="utf-8").splitlines()]
-    speeds = [json.loads(line) for line in (out / SPEED).read_text(encoding="utf-8").splitlines()]
+    lines = read_json_lines(out / LOG, "training log", ("step", "tokens"))
+    if not lines:
+        raise UserError(f"{out / LOG}: empty, and this run is finished; remove {out} and train again")
+    speeds = read_json_lines(out / SPEED, "training log", ("tokens_per_s",))
     steady = sorted(s["tokens_per_s"] for s in speeds if s["tokens_per_s"] > 0)
     dataset = read_json(data / "dataset.json", "dataset summary")
     last = lines[-1]

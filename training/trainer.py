@@ -15,6 +15,7 @@ from training.optim.schedule import factor
 from training.optim.zero1 import Zero1
 from training.parallel.group import Group
 from training.recipe import Train
+from zaya.errors import CheckFailed
 
 
 class Trainer:
@@ -89,7 +90,10 @@ class Trainer:
         self.tokens += self.tokens_per_step
         loss_mean = float(self.group.sum_(total) / valid)
         if not (abs(loss_mean) < float("inf") and grad_norm < float("inf")):
-            raise FloatingPointError(f"step {self.step}: loss {loss_mean}, gradient norm {grad_norm}; lower the rates")
+            raise CheckFailed(
+                f"step {self.step}: loss {loss_mean}, gradient norm {grad_norm}; lower train.muon.learning_rate and "
+                "train.adamw.learning_rate"
+            )
         return {"loss": loss_mean, "lr": rate * self.settings.muon.learning_rate, "grad_norm": grad_norm}
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:

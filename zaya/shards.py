@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zaya.errors import UserError
-from zaya.files import read_json, sha256_file, sha256_json, write_json
+from zaya.files import read_object, sha256_file, sha256_json, write_json
 
 INDEX = "index.json"
 VERSION = 1
@@ -57,7 +57,8 @@ def write_split(
                 "tokenize with the tokenizer that the recipe names"
             )
         path = Path(folder) / f"{split}-{number:05d}.bin"
-        tokens.astype(_TYPES[dtype]).tofile(path)
+        with open(path, "wb") as f:  # not tofile, whose error on a full disk does not say what it is
+            f.write(tokens.astype(_TYPES[dtype]).data)
         entries.append({"file": path.name, "tokens": len(tokens), "sha256": sha256_file(path)})
     return entries
 
@@ -78,20 +79,25 @@ class TokenShards:
 
     def __init__(self, folder: Path, split: str):
         folder = Path(folder)
-        index = read_json(folder / INDEX, "index of token shards (make them with `zaya data tokenize`)")
+        index = read_object(folder / INDEX, "index of token shards (make them with `zaya data tokenize`)")
         if index.get("version") != VERSION or split not in index.get("splits", {}):
             raise UserError(
                 f"{folder / INDEX}: no split {split!r} of version {VERSION}; run `zaya data tokenize` again"
             )
         self.folder, self.split = folder, split
-        self.vocab_size: int = index["vocab_size"]
-        self.fingerprint: str = index["fingerprint"]
-        self._shards = [self._open(entry, _TYPES[index["dtype"]]) for entry in index["splits"][split]]
+        try:
+            self.vocab_size: int = index["vocab_size"]
+            self.fingerprint: str = index["fingerprint"]
+            self._shards = [self._open(entry, _TYPES[index["dtype"]]) for entry in index["splits"][split]]
+        except (KeyError, TypeError) as e:
+            raise UserError(
+                f"{folder / INDEX}: not what was written ({e!r}); run `zaya data tokenize` again"
+            ) from None
         self._starts = np.cumsum([0] + [len(s) for s in self._shards])
 
     def _open(self, entry: dict[str, Any], dtype: np.dtype) -> np.ndarray:
         path = self.folder / entry["file"]
-        if not path.exists():
+        if not path.is_file():
             raise UserError(f"{path}: missing shard; run `zaya data tokenize` again")
         if path.stat().st_size != entry["tokens"] * dtype.itemsize:
             raise UserError(f"{path}: {path.stat().st_size} bytes are not {entry['tokens']} tokens; tokenize again")

@@ -10,6 +10,8 @@ from tests.training.conftest import RECIPE, write_recipe
 from training.recipe import Recipe, load_recipe
 from zaya.errors import UserError
 
+MINI = Path(__file__).parents[2] / "training" / "recipes" / "mini.yaml"
+
 RECIPES = sorted((Path(__file__).parents[2] / "training" / "recipes").glob("*.yaml"))
 
 
@@ -96,3 +98,39 @@ def test_checking_a_recipe_needs_no_torch(tiny):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 1\nseed: 2\n", "the key seed is given twice; remove one of the two, line"),
+        ("train: {steps: 5, steps: 6}\n", "the key steps is given twice"),
+        ("a: " + "[" * 3000, "not valid YAML"),
+    ],
+)
+def test_yaml_that_says_two_things_is_refused(tmp_path, text, told):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=told) as error:
+        load_recipe(path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("train.clip_norm=.inf", "finite"),
+        ("train.balance.initial_skip_bias=.nan", "finite"),
+        ("verify.atol=.inf", "finite"),
+        ("seed=99999999999999999999", "seed"),
+        ("model.head_dim=31", "head_dim x partial_rotary_factor"),
+        ("model.partial_rotary_factor=0.001", "head_dim x partial_rotary_factor"),
+        ("baseline.num_key_value_heads=3", "multiple of num_key_value_heads"),
+        ("baseline.head_dim=31", "must be even"),
+        ("serve.concurrency=[2, 2]", "use different numbers"),
+    ],
+)
+def test_numbers_that_would_fail_late_fail_at_once(change, told):
+    with pytest.raises(UserError, match=told):
+        load_recipe(MINI, [change])

@@ -23,7 +23,7 @@ from training.models import zaya_model
 from training.parallel.group import Group
 from training.recipe import load_recipe
 from training.run import make_trainer, summary, train
-from zaya.files import manifest_digest, read_manifest
+from zaya.files import manifest_digest, read_manifest, stage_dir
 
 LONG = ["train.steps=60", "train.checkpoint_every=10"]
 
@@ -203,6 +203,7 @@ def test_the_baseline_and_bfloat16_learn(tiny, tiny_data, tmp_path, arm, precisi
         (["tokenizer.vocab_size=321"], {}, "vocabulary of 320"),
         ([], {"ZAYA_FREE_BYTES": "1000"}, "GB are free"),
         ([], {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "give train.ranks=1"),
+        ([], {"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE is 'many'"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(tiny, tiny_data, tmp_path, overrides, env, needle):
@@ -235,3 +236,31 @@ def test_the_loop_is_measured_beside_the_rival(tiny, tiny_data, tmp_path):
     assert {m.name for m in result.metrics} >= {"ours_tokens_per_s", "rival_tokens_per_s", "ratio"}
     assert all(v > 0 for v in result.series["ours_tokens_per_s"] + result.series["rival_tokens_per_s"])
     assert read_manifest(tmp_path / "b")["outputs"] == {}
+
+
+@pytest.mark.parametrize("there", ["text", "export"])
+def test_a_folder_of_something_else_is_not_trained_into(tiny, tiny_data, tmp_path, there):
+    out = tmp_path / "precious"
+    if there == "text":
+        out.mkdir()
+        (out / "log.jsonl").write_text("a captain's log")
+    else:
+        with stage_dir(out, "export", {}) as folder:
+            (folder / "log.jsonl").write_text("a captain's log")
+    before = sorted(os.listdir(out))
+    code, _, said = finish(zaya_train(tiny, tiny_data, out))
+    assert code == 2, said
+    assert (out / "log.jsonl").read_text() == "a captain's log"
+    assert sorted(os.listdir(out)) == before
+
+
+def test_a_loss_that_is_no_number_is_a_failed_check(tiny, tiny_data, tmp_path):
+    code, _, said = finish(zaya_train(tiny, tiny_data, tmp_path / "run", "train.muon.learning_rate=1e30"))
+    assert code == 1
+    assert "lower train.muon.learning_rate" in said
+    assert "internal error" not in said
+
+
+def test_fewer_heldout_sequences_than_ranks(tiny, tiny_data, tmp_path):
+    code, _, said = finish(zaya_train(tiny, tiny_data, tmp_path / "run", "train.ranks=2", "train.heldout_tokens=1"))
+    assert code == 0, said

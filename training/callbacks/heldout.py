@@ -33,8 +33,9 @@ class HeldoutCallback(Callback):
         total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
         inputs, targets = self.inputs[group.rank :: group.size], self.targets[group.rank :: group.size]
         for x, y in zip(inputs.split(self.batch), targets.split(self.batch), strict=True):
-            total[0] += model(x.to(trainer.device), y.to(trainer.device))
-            total[1] += y.numel()
+            if len(x):  # more ranks than sequences: this one has none
+                total[0] += model(x.to(trainer.device), y.to(trainer.device))
+                total[1] += y.numel()
         model.train(was_training)
         group.sum_(total)
         self.last = float(total[0] / total[1])

@@ -18,11 +18,11 @@ def truncate(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except json.JSONDecodeError:
+        except (ValueError, KeyError, TypeError):
             break
     write_text(path, "".join(kept))
 

@@ -10,8 +10,9 @@ from safetensors import safe_open
 
 from training.checkpoint.manifest import CONFIG, FORMAT, MODEL, STATE, TOKENIZER, is_intact, is_whole, steps
 from zaya.errors import UserError
-from zaya.files import manifest_digest, read_json
+from zaya.files import manifest_digest, read_object
 
+FOR_EXPORT = (MODEL, CONFIG, STATE, f"{TOKENIZER}/*")
 log = logging.getLogger(__name__)
 
 
@@ -20,10 +21,10 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path = Path(path)
-        self.state: dict[str, Any] = read_json(self.path / STATE, "checkpoint state")
-        if self.state["format"] != FORMAT:
-            raise UserError(f"{self.path}: checkpoint format {self.state['format']}, this version reads {FORMAT}")
-        self.config: dict[str, Any] = read_json(self.path / CONFIG, "model config")
+        self.state: dict[str, Any] = read_object(self.path / STATE, "checkpoint state")
+        if self.state.get("format") != FORMAT:
+            raise UserError(f"{self.path}: checkpoint format {self.state.get('format')}, this version reads {FORMAT}")
+        self.config: dict[str, Any] = read_object(self.path / CONFIG, "model config")
         self.arm: str = self.state["arm"]
         self.step: int = self.state["step"]
         self.tokens: int = self.state["tokens"]
@@ -65,14 +66,16 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint folder, or the newest whole one of a run folder.
 
-    Raises UserError when there is none, or when the folder was not written whole.
+    Raises UserError when there is none, when the folder was not written whole, and when what an export reads of it
+    (all but the optimizer's and the random states) has changed since.
     """
     path = Path(path)
-    if is_whole(path) and (path / STATE).is_file():
-        return Checkpoint(path)
-    newest = latest(path)
-    if newest is not None:
-        return newest
+    found = steps(path)
+    chosen = path if is_whole(path) and (path / STATE).is_file() else found[max(found)] if found else None
+    if chosen is not None:
+        if not all(is_intact(chosen, pattern) for pattern in FOR_EXPORT):
+            raise UserError(f"{chosen}: damaged, its files are not what was written; use another step of the run")
+        return Checkpoint(chosen)
     if (path / STATE).exists() or (path / MODEL).exists():
         raise UserError(f"{path}: this checkpoint is not whole; use another step of the run")
     raise UserError(f"{path}: no checkpoint here; name a step folder, or the run folder that holds `checkpoints`")

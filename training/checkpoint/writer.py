@@ -50,7 +50,7 @@ class Writer:
         path = self.run / FOLDER / step_name(step)
         if self.group.rank == 0:
             require_room(self.run, model, 1)
-            with whole_dir(path) as folder:
+            with whole_dir(path, "checkpoint") as folder:
                 self.group.share(str(folder))
                 self._write_model(folder, model, step, tokens)
                 self._write_rank(folder, optimizer)

@@ -118,5 +118,5 @@ def _read(files: Iterable[tuple[str, Path | str]]) -> Iterator[Document | None]:
             yield Document(name, source if isinstance(source, str) else source.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             yield None
-        except PermissionError:
-            raise UserError(f"corpus.sources: {source}: may not be read; change its permissions") from None
+        except OSError as e:
+            raise UserError(f"corpus.sources: {source}: may not be read ({e.strerror}); leave it out") from None

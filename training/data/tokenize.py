@@ -14,7 +14,7 @@ from training.data.corpus import Document, collect
 from training.progress import progress
 from training.recipe import Recipe
 from zaya.errors import UserError
-from zaya.files import require_free_space, sha256_json, stage_dir, write_json, write_text
+from zaya.files import check_target, require_free_space, sha256_json, stage_dir, write_json, write_text
 from zaya.results import provenance
 from zaya.shards import TokenShards, token_dtype, write_index, write_split
 
@@ -79,6 +79,7 @@ def tokenize(recipe: Recipe, out: Path) -> dict[str, Any]:
     """
     began = datetime.datetime.now(datetime.UTC)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    check_target(out, "data")
     train, heldout = collect(recipe.corpus, recipe.seed)
     size = sum(len(d.text.encode()) for d in (*train, *heldout))
     require_free_space(out, 3 * size + 10_000_000, "the tokenized corpus")
