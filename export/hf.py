@@ -8,7 +8,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from training.checkpoint.reader import Checkpoint, open_checkpoint
 from zaya.errors import CheckFailed, UserError
-from zaya.files import require_free_space, stage_dir
+from zaya.files import check_target, require_free_space, stage_dir
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,6 +51,7 @@ def export_checkpoint(source: Path, out: Path, dtype: str = "float32") -> Path:
     if dtype not in DTYPES:
         raise UserError(f"--dtype: {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     disable_progress_bar()
+    check_target(out, "export")
     checkpoint = open_checkpoint(source)
     if checkpoint.tokenizer is None:
         raise UserError(f"{checkpoint.path}: holds no tokenizer, which an export needs; train again with this version")

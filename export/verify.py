@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
 from zaya.errors import CheckFailed, UserError
-from zaya.files import sha256_file, stage_dir
+from zaya.files import check_target, read_json_lines, sha256_file, stage_dir
+from zaya.folder import loading, read_config
 
 CHILD = Path(__file__).with_name("_stock_child.py")
 
@@ -26,21 +27,25 @@ CHILD = Path(__file__).with_name("_stock_child.py")
 def read_prompts(folder: Path, text: Path | None, count: int, length: int) -> list[list[int]]:
     """`count` prompts of different lengths up to `length` tokens, from the texts in `text` or the folder's own README.
 
-    Raises UserError for a missing or empty file, or a folder without a tokenizer.
+    Raises UserError for a missing or empty file, or a tokenizer that cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: not an exported folder (no config.json); make it with `zaya export`")
+    make = "`zaya data tokenize` writes heldout.jsonl"
     if text is not None and not text.is_file():
-        raise UserError(f"{text}: no such file of probe texts; `zaya data tokenize` writes heldout.jsonl")
+        raise UserError(f"{text}: no such file of probe texts; {make}")
     source = text or folder / "README.md"
+    if not source.is_file():
+        raise UserError(f"{folder}: holds no README.md to probe with; name a file of texts with --text; {make}")
     if source.suffix == ".jsonl":
-        texts = [json.loads(line)["text"] for line in source.read_text(encoding="utf-8").splitlines()[:count]]
+        texts = [row["text"] for row in read_json_lines(source, "file of probe texts", ("text",))[:count]]
     else:
-        texts = [source.read_text(encoding="utf-8")]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = [tokenizer(t[: 20 * length])["input_ids"] for t in texts if t.strip()]
+        texts = [source.read_text(encoding="utf-8", errors="replace")]
+    if not all(isinstance(t, str) for t in texts):
+        raise UserError(f"{source}: a field `text` is not text; {make}")
+    with loading(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer(t[: 20 * length], verbose=False)["input_ids"] for t in texts if t.strip()]
     if not ids:
         raise UserError(f"{source}: holds no text to probe with")
     return [ids[i % len(ids)][: max(1, length * (i + 1) // count)] for i in range(count)]
@@ -65,7 +70,8 @@ def run_ours(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[d
     from export._stock_child import compute
     from zaya import ZayaForCausalLM
 
-    model = ZayaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with loading(folder):
+        model = ZayaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tensors = compute(model, prompts, new_tokens)
     model.train()
     with torch.enable_grad():
@@ -79,7 +85,7 @@ def compare(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> di
     keys = [k for k in ours if k.startswith("logits")]
     tokens = [(ours[k], stock[k]) for k in ours if k.startswith("tokens")]
     return {
-        "max_logit_difference": max((ours[k] - stock[k]).abs().max().item() for k in keys),
+        "max_logit_difference": torch.stack([(ours[k] - stock[k]).abs().max() for k in keys]).max().item(),
         "equal_tokens": sum(int((a == b).sum()) for a, b in tokens),
         "tokens": sum(a.numel() for a, _ in tokens),
     }
@@ -101,10 +107,18 @@ def verify_folder(
     """
     began = datetime.datetime.now(datetime.UTC)
     disable_progress_bar()
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    config = read_config(folder)
+    if config["model_type"] != "zaya":
+        raise UserError(f"{folder}: model_type is {config['model_type']!r}; verify compares ZAYA folders only")
+    if out is not None:
+        check_target(out, "verify")
     ids = read_prompts(folder, text, prompts, 96)
-    if config.get("model_type") != "zaya":
-        raise UserError(f"{folder}: model_type is {config.get('model_type')!r}; verify compares ZAYA folders only")
+    room, longest = config.get("max_position_embeddings") or 1 << 30, max(map(len, ids))
+    if longest + new_tokens > room:
+        raise UserError(
+            f"--new-tokens {new_tokens}: with a prompt of {longest} tokens that is more than the {room} that the "
+            "model holds; ask for fewer"
+        )
     ours, counts = run_ours(folder, ids, new_tokens)
     with tempfile.TemporaryDirectory() as scratch:
         stock = run_stock(folder, ids, new_tokens, Path(scratch))
@@ -118,7 +132,7 @@ def verify_folder(
         check_vllm(folder, prompts)
     if out is not None:
         write_result(folder, out, report, began)
-    if report["max_logit_difference"] > atol or report["equal_tokens"] != report["tokens"]:
+    if not report["max_logit_difference"] <= atol or report["equal_tokens"] != report["tokens"]:
         raise CheckFailed(
             f"{folder}: stock transformers differs: logits by {report['max_logit_difference']:.2e} "
             f"(allowed {atol:.0e}), {report['equal_tokens']} of {report['tokens']} greedy tokens equal"

@@ -13,7 +13,7 @@ def build(
     out: Annotated[Path | None, typer.Option(help="Folder to write; default board/ in the first one.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "ZAYA",
     bigram_margin: Annotated[
-        float, typer.Option(help="Nats per token by which the held-out loss must be below the bigram model's.")
+        float, typer.Option(min=0, help="Nats per token by which the held-out loss must be below the bigram model's.")
     ] = 0.7,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:

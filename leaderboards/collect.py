@@ -1,14 +1,15 @@
 """What a release left on disk, read for the page. What is not there is None or empty, never made up."""
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from zaya.errors import UserError
-from zaya.files import read_json, read_manifest
-from zaya.results import Kind, Metric, Provenance, Result, load
+from zaya.files import read_json_lines, read_manifest, read_object
+from zaya.results import Kind, Metric, Provenance, Result, explain, load
 
 CONTROL = "random"
 
@@ -141,13 +142,13 @@ def _read_results(folder: Path, release: Release, number) -> None:
         release.found.append(Found(next(number), path.relative_to(folder).as_posix(), result))
         samples = path.parent / "samples" / f"{result.name}.jsonl"
         if result.kind == "quality" and samples.is_file():
-            rows = _json_lines(samples)
+            rows = _json_lines(samples, "file of samples", ("doc_hash", "item"))
             release.samples[result.subject, result.name] = {r["doc_hash"] + str(r["item"]): r for r in rows}
 
 
 def _read_training(folder: Path, release: Release, number) -> None:
     if release.dataset is None and (folder / "data" / "dataset.json").is_file():
-        release.dataset = read_json(folder / "data" / "dataset.json", "dataset summary")
+        release.dataset = read_object(folder / "data" / "dataset.json", "dataset summary")
         release.dataset_number = next(number)
         release.dataset_provenance = _provenance(folder / "data")
     for path in sorted((folder / "train").glob("[!.]*/run.json")):  # .NAME.previous is what a changed recipe left
@@ -156,9 +157,9 @@ def _read_training(folder: Path, release: Release, number) -> None:
             Run(
                 number=next(number),
                 name=run.name,
-                about=read_json(path, "run description"),
-                log=_json_lines(run / "log.jsonl"),
-                speed=_json_lines(run / "speed.jsonl"),
+                about=read_object(path, "run description"),
+                log=_json_lines(run / "log.jsonl", "training log", ("step", "tokens")),
+                speed=_json_lines(run / "speed.jsonl", "training log", ("step",)),
                 finished=read_manifest(run) is not None,
                 provenance=_provenance(run),
             )
@@ -168,13 +169,11 @@ def _read_training(folder: Path, release: Release, number) -> None:
 
 def _provenance(folder: Path) -> Provenance | None:
     path = folder / "provenance.json"
-    return Provenance.model_validate(read_json(path)) if path.is_file() else None
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except json.JSONDecodeError:
-        raise UserError(f"{path}: not JSON lines; make it again") from None
+        return Provenance.model_validate(read_object(path, "provenance")) if path.is_file() else None
+    except ValidationError as e:
+        raise UserError(f"{path}: not a valid provenance ({explain(e)}); make it again with this version") from None
+
+
+def _json_lines(path: Path, what: str, needs: tuple[str, ...]) -> list[dict[str, Any]]:
+    return read_json_lines(path, what, needs) if path.is_file() else []

@@ -13,7 +13,7 @@ import typer
 from eval.hardware import moe_check
 from eval.hardware.moe_block import IMPLEMENTATIONS, SMALL, Implementation, Layer, make_layer
 from zaya.errors import CheckFailed, UserError
-from zaya.files import write_json
+from zaya.files import check_file, write_json
 from zaya.flops import Hardware, Shape, block_floor_s, block_work
 from zaya.measure import time_call
 
@@ -206,7 +206,7 @@ def run(tokens: tuple[int, ...], device: str, seconds: float, check_only: bool =
 def kernels(
     tokens: Annotated[str | None, typer.Option(help="Numbers of tokens, separated by commas.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
-    seconds: Annotated[float, typer.Option(help="Time spent on each measurement, in seconds.")] = 0.3,
+    seconds: Annotated[float, typer.Option(min=0, help="Time spent on each measurement, in seconds.")] = 0.3,
     check_only: Annotated[bool, typer.Option(help="Only check that the kernels are right.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
@@ -216,7 +216,10 @@ def kernels(
     the rates measured in the same run. Exit code 1 when an error is above stock's or two runs differ in a bit.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = run(_tokens(tokens, device), device, seconds, check_only)
+    sizes = _tokens(tokens, device)
+    if out is not None:
+        check_file(out)
+    report = run(sizes, device, seconds, check_only)
     if out is not None:
         write_json(out, report)
     if as_json:

@@ -67,7 +67,7 @@ def latency(
     parity: Annotated[bool, typer.Option(help="Compare with transformers first; needs float32.")] = True,
     parity_only: Annotated[bool, typer.Option("--parity-only", help="Compare, and measure nothing.")] = False,
     parity_prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare, 32 tokens generated for each.")] = 8,
-    atol: Annotated[float, typer.Option(help="Largest allowed difference of log-probabilities, nats.")] = 1e-4,
+    atol: Annotated[float, typer.Option(min=0, help="Largest allowed difference of log-probabilities, nats.")] = 1e-4,
     seed: Annotated[int, typer.Option(help="Seed of the benchmark's prompts.")] = 0,
     dtype: Dtype = "float32",
     compile_: Compile = False,
@@ -84,6 +84,7 @@ def latency(
     from eval.latency.parity import require
     from eval.latency.server import Options
     from zaya.errors import UserError
+    from zaya.files import check_target
 
     began = datetime.datetime.now(datetime.UTC)
     levels = concurrency or [1, 4]
@@ -91,6 +92,8 @@ def latency(
         raise UserError(f"--concurrency {levels}: use different numbers of at least 1")
     if parity_only and not parity:
         raise UserError("--parity-only and --no-parity leave nothing to do; drop one of them")
+    if out is not None:
+        check_target(out, "latency")
     loads = [] if parity_only else [bench.Load(c, num_prompts, input_len, output_len, seed) for c in levels]
     options = Options(None, dtype, not compile_, max_model_len, tuple(vllm_args or ()))
     compared, reports, settings = run.measure(model, loads, options, parity_prompts if parity else 0, atol, log)

@@ -1,7 +1,6 @@
-"""Is this a folder that vLLM can serve, and on which port?"""
+"""What vLLM needs beside a model folder: itself, a port, a cache."""
 
 import importlib.util
-import json
 import os
 import socket
 from pathlib import Path
@@ -10,26 +9,6 @@ from typing import Any
 from zaya.errors import UserError
 
 HOST = "127.0.0.1"
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder with weights and a tokenizer. Raises UserError when one is missing."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such model folder; make one with `zaya export`")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: not a model folder (no config.json); make one with `zaya export`")
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise UserError(f"{folder / 'config.json'}: not valid JSON ({e}); export the model again") from None
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder}: holds no weights (*.safetensors); export the model again")
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise UserError(f"{folder}: holds no tokenizer (tokenizer.json); export the model again, with its tokenizer")
-    if not config.get("architectures"):
-        raise UserError(f"{folder / 'config.json'}: field architectures is missing; export the model again")
-    return config
 
 
 def is_zaya(config: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from eval.latency.server import request
 from zaya.errors import CheckFailed, UserError
+from zaya.folder import loading
 
 ATOL_NATS = 1e-4
 LONGEST = 160  # tokens of the longest probe
@@ -69,8 +70,9 @@ def load_reference(folder: Path) -> tuple[Any, Any]:
     import zaya  # noqa: F401 - registers our class
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    with loading(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return model, AutoTokenizer.from_pretrained(folder)
 
 
 def ask(url: str, name: str, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], list[float]]:

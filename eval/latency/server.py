@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from eval.latency import folder as folders
 from zaya.errors import CheckFailed, UserError
 from zaya.files import require_free_space
+from zaya.folder import read_config
 from zaya.vllm import LOADED_LINE
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -100,7 +101,7 @@ def serve_folder(
     Raises UserError for a folder that is no model, a port in use, missing vLLM or disk space; CheckFailed when the
     server ends or does not answer within `timeout_s` seconds, or runs another class than ours for a ZAYA folder.
     """
-    config = folders.read_config(folder)
+    config = read_config(folder)
     folders.require_vllm()
     port = folders.take_port(options.port)
     require_free_space(folders.cache_folder(), CACHE_BYTES, "vLLM's cache")

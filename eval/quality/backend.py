@@ -19,6 +19,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from eval.quality.suite import Text
 from zaya.errors import CheckFailed, UserError
+from zaya.folder import loading
 
 log = logging.getLogger(__name__)
 EXTRA_ROWS = 1024  # assumed: no vocabulary is padded by more; a larger gap is a tokenizer of another model
@@ -103,13 +104,9 @@ def load_tokenizer(folder: Path):
     """A folder's config and tokenizer. Raises UserError unless they belong together and <bos> comes first, once."""
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
+    with loading(folder):
         config = AutoConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(
-            f"{folder}: not a whole model folder ({str(e).splitlines()[0]}); `zaya export` makes one"
-        ) from e
     rows, entries = config.get_text_config().vocab_size, len(tokenizer)
     if not 0 <= rows - entries < EXTRA_ROWS:
         raise UserError(
@@ -150,15 +147,16 @@ def _in_process(folder: Path, config, dtype: str, batch_size: int, bos: bool) ->
     import zaya  # noqa: F401 - registers our class with transformers
 
     longest = config.get_text_config().max_position_embeddings
-    lm = CheckedHF(
-        pretrained=str(folder),
-        dtype=dtype,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        batch_size=batch_size,
-        max_length=longest,
-        softmax_dtype="float32",
-        add_bos_token=bos,
-    )
+    with loading(folder):
+        lm = CheckedHF(
+            pretrained=str(folder),
+            dtype=dtype,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            batch_size=batch_size,
+            max_length=longest,
+            softmax_dtype="float32",
+            add_bos_token=bos,
+        )
     lm.room = longest + 1  # the last scored token is not an input
     kind = type(lm.model)
     if config.model_type == "zaya" and not kind.__module__.startswith("zaya."):

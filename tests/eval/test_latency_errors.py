@@ -12,6 +12,7 @@ import pytest
 
 from eval.latency import cli, folder, server
 from zaya.errors import CheckFailed, UserError
+from zaya.folder import read_config
 from zaya.vllm import LOADED_LINE
 
 
@@ -22,7 +23,7 @@ def model(tmp_path) -> Path:
     at.mkdir()
     config = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "max_position_embeddings": 256}
     (at / "config.json").write_text(json.dumps(config))
-    (at / "model.safetensors").write_bytes(b"x")
+    (at / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (at / "tokenizer.json").write_text("{}")
     return at
 
@@ -40,7 +41,7 @@ def one_line(error) -> str:
 def test_half_a_model_folder(model, gone, told):
     (model / gone).unlink()
     with pytest.raises(UserError) as e:
-        folder.read_config(model)
+        read_config(model)
     assert told in one_line(e)
     assert str(model) in one_line(e)
 
@@ -52,8 +53,8 @@ def test_no_folder_at_all(tmp_path):
 
 def test_a_broken_config_names_the_file(model):
     (model / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
-        folder.read_config(model)
+    with pytest.raises(UserError, match=r"config\.json: not a valid model config"):
+        read_config(model)
 
 
 def test_a_port_in_use_is_named(model):
@@ -121,7 +122,7 @@ OURS = f"INFO [model.py:733] Resolved architecture: ZayaForCausalLM\nINFO [model
 
 
 def test_the_class_is_proven_from_what_the_engine_logged(model, tmp_path):
-    log, config = tmp_path / "log", folder.read_config(model)
+    log, config = tmp_path / "log", read_config(model)
     log.write_text(OURS)
     assert server.prove(model, config, log) == "zaya.vllm.model:ZayaForCausalLM"
     log.write_text(FALLBACK)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from scipy import stats as scipy_stats
 
 from eval.cli import evaluate
@@ -250,14 +252,21 @@ def test_mistakes_are_one_line_that_names_the_mend(folder, heldout, tmp_path):
     not_lines.write_text("plain text\n")
     only_text = tmp_path / "y.jsonl"
     only_text.write_text('{"path": "a.txt", "text": "b"}\n')
+    cut = lambda d: (d / "model.safetensors").write_bytes(b"")
+    other = lambda d: save_file({"w": torch.ones(1)}, d / "model.safetensors", metadata={"format": "pt"})
     mistakes = [
         ({"suite": "dmo"}, "did you mean 'demo'"),
         ({"folder": tmp_path}, "not a model folder"),
         ({"heldout": None}, "none was given"),
         ({"heldout": tmp_path / "none.jsonl"}, "no such file of held-out text"),
-        ({"heldout": not_lines}, "not JSON lines"),
+        ({"heldout": not_lines}, "line 1: not JSON"),
         ({"heldout": only_text}, r"no file named \*\.py"),
         ({"limit": 0}, "must be at least 1"),
+        ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"dtype": "int9"}, "--dtype int9: use one of"),
+        ({"out": not_lines}, "was not made by zaya"),
+        ({"folder": broken(folder, tmp_path / "cut", cut)}, "damaged or cut short"),
+        ({"folder": broken(folder, tmp_path / "other", other)}, "the weights lack"),
         ({"backend": "http://127.0.0.1:9"}, "no completions server answers"),
         ({"data": tmp_path}, "no such index of evaluation data"),
     ]
@@ -347,3 +356,23 @@ def test_the_command_prints_one_json_object(folder, heldout, capsys):
     assert result["subject"] == folder.name
     assert result["metrics"][0]["n"] == 2
     assert "bits_per_byte" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: x\nname: y\n", "the key name is given twice"),
+        ("", "a suite is a mapping"),
+        ("name: x\n", "no task in it"),
+        ("name: x\ntexts: [{name: a}, {name: a}]\n", "two tasks are named a"),
+        ("name: x\ntexts: [{name: ../a}]\n", "texts.0.name"),
+        ("name: x\ntexts: [{name: a, items: -1}]\n", "texts.0.items"),
+        ("name: x\ntexts: [{name: a, max_bytes: 0}]\n", "texts.0.max_bytes"),
+    ],
+)
+def test_a_suite_with_a_mistake_is_refused(tmp_path, text, told):
+    path = tmp_path / "suite.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=told) as error:
+        suite.load_suite(str(path))
+    assert "\n" not in str(error.value)

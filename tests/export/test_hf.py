@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from export.hf import export_checkpoint
 from tests.export.support import make_checkpoint
 from zaya.errors import CheckFailed, UserError
+from zaya.files import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,7 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, tmp_path):
     tensors = load_file(bad / "model.safetensors")
     tensors["surprise"] = tensors.pop("model.norm.weight")
     save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
+    write_manifest(bad, "checkpoint", {})
     with pytest.raises(CheckFailed, match=r"model\.norm\.weight"):
         export_checkpoint(bad, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -96,3 +98,23 @@ def test_a_vocabulary_that_does_not_match_is_refused(checkpoint, tmp_path):
     with pytest.raises(CheckFailed, match="vocab_size is 64"):
         export_checkpoint(bad, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("model.safetensors", b""), ("state.json", b"[1]"), ("config.json", b"{"), ("tokenizer/tokenizer.json", b"{")],
+)
+def test_a_damaged_checkpoint_is_not_exported(checkpoint, tmp_path, name, content):
+    bad = tmp_path / "bad"
+    shutil.copytree(checkpoint, bad)
+    (bad / name).write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        export_checkpoint(bad, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_an_export_onto_its_checkpoint_is_refused(checkpoint):
+    before = sorted(p.name for p in checkpoint.iterdir())
+    with pytest.raises(UserError, match="another stage made"):
+        export_checkpoint(checkpoint, checkpoint)
+    assert sorted(p.name for p in checkpoint.iterdir()) == before
