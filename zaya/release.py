@@ -5,6 +5,7 @@ now - its part of the recipe, the digests of what it reads, the versions of what
 still there. Anything else runs again, and everything after it whose inputs changed.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,9 +24,10 @@ from zaya import __version__
 from zaya.errors import CheckFailed, UserError
 from zaya.files import (
     MANIFEST,
+    check_target,
     exclusive,
-    read_json,
     read_manifest,
+    read_object,
     require_free_space,
     sha256_file,
     sha256_json,
@@ -33,6 +35,7 @@ from zaya.files import (
 )
 
 NEEDS = {"accelerate": "train", "tokenizers": "train", "lm_eval": "eval", "olmo_eval": "eval"}
+SUITES = Path(__file__).parents[1] / "eval" / "quality" / "suites"
 FREE_BYTES = 2_000_000_000  # assumed: the demo's folders come to well under this
 
 
@@ -166,8 +169,7 @@ def _prove(recipe: dict[str, Any], out: Path, data: Stage, exported: list[Stage]
 
 def _suite_digest(suite: str) -> str | None:
     """Digest of the file that defines a suite, one of ours or a path, so that an edited suite is scored again."""
-    named = Path(__file__).parents[1] / "eval" / "quality" / "suites" / f"{suite}.yaml"
-    file = named if named.is_file() else Path(suite)
+    file = Path(suite) if suite.endswith(".yaml") else SUITES / f"{suite}.yaml"
     return sha256_file(file) if file.is_file() else None
 
 
@@ -186,8 +188,10 @@ def command(argv: list[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "zaya.cli", *argv]
 
 
-def preflight(out: Path, serves: bool) -> None:
-    """Raise UserError now for what would stop the chain later: a missing package, no disk space."""
+def preflight(out: Path, recipe: dict[str, Any], stages: list[Stage]) -> None:
+    """Raise UserError now for what would stop the chain later: a missing package, no disk space, a suite that does
+    not exist, requests that the model does not hold, a folder that holds something else."""
+    serves = any(s.name.startswith("latency") for s in stages)
     needs = NEEDS | ({"vllm": "serve"} if serves else {})
     for module, extra in needs.items():
         if importlib.util.find_spec(module) is None:
@@ -195,6 +199,18 @@ def preflight(out: Path, serves: bool) -> None:
                 f"the release needs the package {module}, which is not installed; pip install 'zaya[{extra}]'"
             )
     require_free_space(out, FREE_BYTES, "the release")
+    if any(s.name.startswith("scores") for s in stages) and _suite_digest(recipe["score"]["suite"]) is None:
+        known = ", ".join(sorted(p.stem for p in SUITES.glob("*.yaml")))
+        raise UserError(f"score.suite {recipe['score']['suite']}: no such suite; use one of {known}, or a .yaml file")
+    if serves:
+        room, asked = recipe["model"]["max_position_embeddings"], recipe["serve"]
+        if asked["input_len"] + asked["output_len"] > room:
+            raise UserError(
+                f"serve: input_len and output_len are more than model.max_position_embeddings, {room}; lower them"
+            )
+    for stage in stages:
+        if not stage.name.startswith("train"):
+            check_target(stage.out)
 
 
 def only_one(out: Path) -> AbstractContextManager[None]:
@@ -210,17 +226,20 @@ def why_run(stage: Stage, stamp: Path, force: bool) -> str | None:
         return "not made yet"
     if not stage.whole():
         return "what it made is gone"
-    old = read_json(stamp, "stage stamp")
-    if old["key"] != stage.key():
+    try:
+        old = read_object(stamp, "stage stamp")
+    except UserError:
+        return "its stamp cannot be read"
+    if old.get("key") != stage.key():
         return "its inputs changed"
-    return None if old["made"] == stage.digest() else "what it made was changed"
+    return None if old.get("made") == stage.digest() else "what it made was changed"
 
 
 def run_stage(stage: Stage, stamp: Path) -> float:
     """Run a stage's command, then stamp it. Returns seconds. Raises UserError or CheckFailed when it failed."""
     began = time.monotonic()
     key = stage.key()
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ZAYA_STAGE": stage.name}
     code = subprocess.run(command(stage.argv), env=env).returncode
     if code != 0:
         error = UserError if code == 2 else CheckFailed
@@ -254,8 +273,8 @@ def release(
     skipped: list[str] = []
     began = time.monotonic()
     if not dry_run:
-        preflight(out, any(s.name.startswith("latency") for s in stages))
-    with only_one(out):
+        preflight(out, resolved, stages)
+    with contextlib.nullcontext() if dry_run else only_one(out):
         for i, stage in enumerate(stages, 1):
             stamp = out / ".stages" / f"{stage.name.replace('/', '-')}.json"
             reason = why_run(stage, stamp, stage.name in (force or []))

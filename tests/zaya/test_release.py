@@ -95,6 +95,41 @@ def test_until_dry_run_and_unknown_stage(chain, capsys):
         chain(until="three")
 
 
+def test_a_dry_run_writes_nothing(chain):
+    assert chain(dry_run=True) == []
+    assert sorted(os.listdir(chain.at)) == ["ran.txt", "recipe.yaml"]
+
+
+def test_a_damaged_stamp_runs_its_stage(chain, capsys):
+    for content in ("[", "[]", "{}"):
+        chain()
+        (chain.at / ".stages" / "one.json").write_text(content)
+        assert chain() == ["one"]
+
+
+def test_what_is_in_the_way_of_a_late_stage_is_said_at_once(chain):
+    (chain.at / "two").mkdir()
+    (chain.at / "two" / "thesis.txt").touch()
+    with pytest.raises(UserError, match="was not made by zaya"):
+        chain()
+    assert (chain.at / "ran.txt").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"), [("scores/zaya", "score.suite nope: no such suite"), ("latency/zaya", "serve: input_len")]
+)
+def test_a_recipe_that_would_fail_late_fails_at_once(tmp_path, stage, told, monkeypatch):
+    monkeypatch.setattr(release, "NEEDS", {})
+    monkeypatch.setattr(release.importlib.util, "find_spec", lambda name: True)
+    recipe = {
+        "score": {"suite": "nope"},
+        "model": {"max_position_embeddings": 64},
+        "serve": {"input_len": 60, "output_len": 5},
+    }
+    with pytest.raises(UserError, match=told):
+        release.preflight(tmp_path, recipe, [release.Stage(stage, [], tmp_path / "x", {})])
+
+
 def test_two_releases_at_once(chain):
     with release.only_one(chain.at), pytest.raises(UserError, match="another release is running"):
         chain()
