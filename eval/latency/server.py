@@ -22,6 +22,7 @@ from zaya.vllm import LOADED_LINE
 
 GUARD = Path(__file__).with_name("guard.py")
 CACHE_BYTES = 500_000_000  # assumed: compiled code and logs stay well under this
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float", "half")  # what vLLM's server takes
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 # what the log says, and the mend, where a person can do something about it
@@ -102,6 +103,8 @@ def serve_folder(
     server ends or does not answer within `timeout_s` seconds, or runs another class than ours for a ZAYA folder.
     """
     config = read_config(folder)
+    if options.dtype not in DTYPES:
+        raise UserError(f"--dtype {options.dtype}: use one of {', '.join(DTYPES)}")
     folders.require_vllm()
     port = folders.take_port(options.port)
     require_free_space(folders.cache_folder(), CACHE_BYTES, "vLLM's cache")

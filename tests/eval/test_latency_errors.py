@@ -66,6 +66,11 @@ def test_a_port_in_use_is_named(model):
             cli.serve(model, port=port)
 
 
+def test_an_unknown_dtype_is_refused_before_a_server_starts(model):
+    with pytest.raises(UserError, match="--dtype int3: use one of auto, float32"):
+        cli.serve(model, dtype="int3")
+
+
 def test_a_port_that_does_not_exist(model):
     with pytest.raises(UserError, match="port 70000 does not exist"):
         cli.serve(model, port=70000)

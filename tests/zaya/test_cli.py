@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -74,6 +75,18 @@ def test_exceptions_map_to_exit_codes():
     assert describe(OSError(28, "No space left on device", "f"))[1] == 2
     assert describe(KeyboardInterrupt())[1] == 130
     assert describe(ZeroDivisionError())[1] == 1
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
+    os.mkfifo(tmp_path / "recipe.yaml")  # reading it waits for ever
+    argv = [sys.executable, "-P", "-m", "zaya.cli", "train", "recipe.yaml", "--check"]
+    process = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    fd = os.open(tmp_path / "recipe.yaml", os.O_WRONLY)  # waits until it is read
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    os.close(fd)
+    assert process.returncode == 130
+    assert error.strip() == "error: interrupted; the same command goes on from what is finished"
 
 
 def test_a_folder_named_eval_in_the_working_directory_is_not_picked_up(tmp_path):
