@@ -1,10 +1,12 @@
 """Launching kernels with little work on the host: at a few thousand tokens that work is what a user waits for."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -76,3 +78,22 @@ def watched(*tensors: Tensor) -> bool:
     ):
         return True
     return any(type(t) not in (Tensor, nn.Parameter) for t in tensors)
+
+
+def without_dispatcher(implementation: Callable, setup_context: Callable, gradients: Callable) -> Callable:
+    """An operator's implementation with its autograd, called directly: `setup_context` and `gradients` are what
+    `torch.library.register_autograd` takes. It can be differentiated once."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            output = implementation(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, *dy):
+            return gradients(ctx, *dy)
+
+    return Direct.apply

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
 from zaya.kernels import log_once, tiles
-from zaya.kernels.launch import Launch, on_device, watched
+from zaya.kernels.launch import Launch, on_device, watched, without_dispatcher
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
 
@@ -287,19 +286,7 @@ def _backward(ctx, dy, *_):
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-class _Direct(torch.autograd.Function):
-    """The autograd of `zaya::moe_forward` without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients):
-        return _backward(ctx, *gradients)
+_direct = without_dispatcher(_forward, _setup_context, _backward)
 
 
 def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights):
@@ -312,7 +299,7 @@ def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights):
     if not save and tiles.moe_decode_tile(backend_of(x), x.shape[0]) is not None:
         return _decode(*inputs) if direct else moe_decode(*inputs)
     mains = [_main_gradient(p) if save else None for p in (gate_up_proj, down_proj)]
-    run = moe_forward if not direct else _Direct.apply if save else _forward
+    run = moe_forward if not direct else _direct if save else _forward
     return run(*inputs, save, *mains)[0]
 
 

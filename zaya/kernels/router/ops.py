@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from zaya.errors import UserError
-from zaya.kernels.launch import Launch, on_device, watched
+from zaya.kernels.launch import Launch, on_device, watched, without_dispatcher
 from zaya.kernels.router import decode
 from zaya.kernels.router import triton as kernels
 from zaya.kernels.tiles import ROUTER_DECODE_TOKENS, ROUTER_VECTOR_TOKENS, RouterTile, router_tile
@@ -230,19 +229,7 @@ def _backward(ctx, _ids, dweights, dstate, _counts):
 router_op.register_autograd(_backward, setup_context=_keep)
 
 
-class _Direct(torch.autograd.Function):
-    """The autograd of `zaya::router` without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _keep(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients):
-        return _backward(ctx, *gradients)
+_direct = without_dispatcher(_forward, _keep, _backward)
 
 
 def route(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -251,7 +238,7 @@ def route(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if watched(*tensors):
         return router_op(*inputs)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return (_Direct.apply if wanted else _forward)(*inputs)
+    return (_direct if wanted else _forward)(*inputs)
 
 
 def _decode_outputs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
