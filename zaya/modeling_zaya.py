@@ -294,7 +294,8 @@ class ZayaExperts(nn.Module):
 
     def forward(self, h: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """h [T, D], expert_ids [T] in 0..E, weights [T] -> [T, D]; zero where the id is E."""
-        return moe(h, self.gate_up_proj, self.down_proj, expert_ids, weights, backend=self.config.kernels)
+        decode = not self.training  # see ZayaRouter.forward: training takes one path
+        return moe(h, self.gate_up_proj, self.down_proj, expert_ids, weights, self.config.kernels, decode)
 
 
 class ZayaMoE(nn.Module):

@@ -17,4 +17,4 @@ def experts_forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor
     weights = top_k_weights[:, 0]
     experts = self.gate_up_proj.shape[0]
     ids = top_k_index[:, 0].masked_fill(weights == 0, experts)
-    return moe(hidden_states, self.gate_up_proj, self.down_proj, ids, weights)
+    return moe(hidden_states, self.gate_up_proj, self.down_proj, ids, weights, decode=not self.training)

@@ -289,14 +289,14 @@ moe_forward.register_autograd(_backward, setup_context=_setup_context)
 _direct = without_dispatcher(_forward, _setup_context, _backward)
 
 
-def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights):
+def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights, decode=True):
     """`moe` by kernels: same arguments and result. Check `unsupported` first."""
     weights = [w.to(x.dtype).contiguous() for w in (gate_up_proj, down_proj)]
     x = x if x.stride(1) == 1 else x.contiguous()
     inputs = (x, *weights, expert_ids.contiguous(), gate_weights.contiguous())
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, gate_weights))
     direct = not watched(x, *weights)
-    if not save and tiles.moe_decode_tile(backend_of(x), x.shape[0]) is not None:
+    if decode and not save and tiles.moe_decode_tile(backend_of(x), x.shape[0]) is not None:
         return _decode(*inputs) if direct else moe_decode(*inputs)
     mains = [_main_gradient(p) if save else None for p in (gate_up_proj, down_proj)]
     run = moe_forward if not direct else _direct if save else _forward
