@@ -97,7 +97,7 @@ def test_experts_implementation_for_the_stock_class(tmp_path, monkeypatch):
     import zaya.kernels.experts as experts
 
     kernel = experts.moe
-    monkeypatch.setattr(experts, "moe", lambda *a: seen.append(a[3]) or kernel(*a))
+    monkeypatch.setattr(experts, "moe", lambda *a, **k: seen.append(a[3]) or kernel(*a, **k))
     torch.testing.assert_close(ours(ids).logits, plain(ids).logits, atol=1e-5, rtol=0)
     assert len(seen) == 3
     assert any((ids == 4).any() for ids in seen)  # skipped tokens get no rows
