@@ -97,10 +97,10 @@ def _pooled(calls: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     """One report of several calls: relative errors over all of them."""
     errors = {}
     for name in calls[0]["squares"]:
-        ours, stock, exact = (sum(c["squares"][name][i] for c in calls) for i in range(3))
-        if exact or ours:
+        mine, stock, exact = (sum(c["squares"][name][i] for c in calls) for i in range(3))
+        if exact or mine:
             errors[name] = {
-                k: math.sqrt(v / exact) if exact else math.inf for k, v in (("ours", ours), ("stock", stock))
+                k: math.sqrt(v / exact) if exact else math.inf for k, v in (("ours", mine), ("stock", stock))
             }
     return {
         "tokens": tokens,

@@ -63,9 +63,8 @@ def read_rows(name: str, data: Path | None = None, only: Sequence[int] | None = 
 
 def _read_json_lines(path: Path, name: str) -> list[dict[str, Any]]:
     index = read_json(path.parent / INDEX, "index of evaluation data")
-    expected = (
-        {d.get("name"): d.get("sha256") for d in index if isinstance(d, dict)} if isinstance(index, list) else {}
-    )
+    entries = [d for d in index if isinstance(d, dict)] if isinstance(index, list) else []
+    expected = {d.get("name"): d.get("sha256") for d in entries}
     if name not in expected or not path.is_file() or sha256_file(path) != expected[name]:
         raise UserError(f"{path}: missing or changed since it was written; make it again: `zaya data eval`")
     return read_json_lines(path, "file of evaluation data")

@@ -41,16 +41,19 @@ def is_whole(path: Path) -> bool:
     return manifest is not None and all((Path(path) / name).is_file() for name in manifest["outputs"])
 
 
-def is_intact(path: Path, pattern: str = "*") -> bool:
-    """Whether every file that the manifest names, and whose name fits `pattern`, has the content that it names.
+def is_intact(path: Path, patterns: tuple[str, ...] = ("*",)) -> bool:
+    """Whether every file that the manifest names, and whose name fits one of `patterns`, has the content named there.
 
     Reads those files. Files that the manifest does not name are not the checkpoint's and do no harm.
     """
     manifest = read_manifest(path)
     if manifest is None or not is_whole(path):
         return False
-    named = {k: v for k, v in manifest["outputs"].items() if fnmatch.fnmatchcase(k, pattern)}
-    return all(sha256_file(Path(path) / name) == digest for name, digest in named.items())
+    return all(
+        sha256_file(Path(path) / name) == digest
+        for name, digest in manifest["outputs"].items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    )
 
 
 def steps(run: Path) -> dict[int, Path]:

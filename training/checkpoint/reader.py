@@ -73,7 +73,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     found = steps(path)
     chosen = path if is_whole(path) and (path / STATE).is_file() else found[max(found)] if found else None
     if chosen is not None:
-        if not all(is_intact(chosen, pattern) for pattern in FOR_EXPORT):
+        if not is_intact(chosen, FOR_EXPORT):
             raise UserError(f"{chosen}: damaged, its files are not what was written; use another step of the run")
         return Checkpoint(chosen)
     if (path / STATE).exists() or (path / MODEL).exists():

@@ -80,20 +80,30 @@ def watched(*tensors: Tensor) -> bool:
     return any(type(t) not in (Tensor, nn.Parameter) for t in tensors)
 
 
-def without_dispatcher(implementation: Callable, setup_context: Callable, gradients: Callable) -> Callable:
-    """An operator's implementation with its autograd, called directly: `setup_context` and `gradients` are what
-    `torch.library.register_autograd` takes. It can be differentiated once."""
+def eager(operator: Callable, implementation: Callable, autograd: tuple[Callable, Callable] | None = None) -> Callable:
+    """`operator`, or, when nobody watches, the `implementation` that it was made of, called directly.
+
+    `autograd` is the setup_context and the backward of its `register_autograd`, where it has one. What is called
+    directly can be differentiated once.
+    """
 
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
             output = implementation(*inputs)
-            setup_context(ctx, inputs, output)
+            autograd[0](ctx, inputs, output)
             return output
 
         @staticmethod
         @once_differentiable
         def backward(ctx, *dy):
-            return gradients(ctx, *dy)
+            return autograd[1](ctx, *dy)
 
-    return Direct.apply
+    def call(*inputs):
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        if watched(*tensors):
+            return operator(*inputs)
+        wanted = autograd and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return (Direct.apply if wanted else implementation)(*inputs)
+
+    return call

@@ -85,6 +85,10 @@ class DecodeTile:
     stages: int
     pdl: bool = False
 
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages} | ({"launch_pdl": True} if self.pdl else {})
+
 
 _AMD = {"matrix_instr_nonkdim": 16, "waves_per_eu": 2}
 _HIP_SMALL = Tile(64, 64, 64, 4, 2, options=_AMD)
@@ -167,7 +171,8 @@ def moe_decode_tile(backend: str, tokens: int) -> DecodeTile | None:
 # ---------------------------------------------------------------------------------------------------------- router
 
 ROUTER_DECODE_TOKENS = 64  # up to here the two decode kernels are used,
-ROUTER_VECTOR_TOKENS = 4  # and up to here those that take one token at a time
+ROUTER_VECTOR_TOKENS = 4  # and up to here those that take one token at a time,
+ROUTER_VECTOR_WIDTH = 1024  # of a hidden width that is a multiple of this
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """`moe` as torch.library ops: `zaya::moe_forward`, `zaya::moe_decode` and `zaya::moe_backward`, with fake kernels and
 autograd. The host only sizes buffers and launches: it reads no device value, so everything can be captured in a graph.
 
-In eager mode `moe_triton` calls what the ops call, without the dispatcher's detour through Python (`launch.watched`).
+In eager mode what the ops call is called without the dispatcher's detour through Python (`launch.eager`).
 """
 
 import functools
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
 from zaya.kernels import log_once, tiles
-from zaya.kernels.launch import Launch, on_device, watched, without_dispatcher
+from zaya.kernels.launch import Launch, eager, on_device
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
 
@@ -73,8 +73,8 @@ def _product(kernel, table: tiles.MoeTiles, tile: tiles.Tile, num_experts: int, 
     """The launch of a product's kernel with this tile."""
     shape = {"BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "GROUP": tile.group, "TMA": table.tma}
     shape |= {"E": num_experts, "E_PAD": triton.next_power_of_2(num_experts), "FLATTEN": tile.flatten}
-    shape |= constants
-    return Launch(kernel, **{k: v for k, v in shape.items() if v is not None}, **tile.launch)
+    shape = {k: v for k, v in shape.items() if k in kernel.arg_names} | constants
+    return Launch(kernel, **shape, **tile.launch)
 
 
 def _up(table, x, w, pre, act, rows, offs, save):
@@ -130,7 +130,7 @@ def _dw(table, a, b, out, rows, offs, a_tokens=False, b_tokens=False, add=False)
     assert table.pad % tile.bk == 0, "a step over the rows would run into the next expert"
     bm = min(tile.bm, m & -m)
     constants = {"A_TOKENS": a_tokens, "B_TOKENS": b_tokens, "ADD": add, "SPLIT": tile.split > 1}
-    constants |= {"BM": bm, "BT": tile.bk, "BK": None, "E_PAD": None}
+    constants |= {"BM": bm, "BT": tile.bk}
     _product(kernels.moe_dw_kernel, table, tile, num_experts, **constants)(
         _grid(table, tile, num_experts * (m // bm) * (n // tile.bn), a),
         _operand(table, a, [tile.bk, bm]), _operand(table, b, [tile.bk, tile.bn]), out, rows, offs, m, n,
@@ -182,8 +182,7 @@ def _(x, gate_up_proj, down_proj, ids, weights, save, main_gate_up, main_down):
 def _decode_launches(tile: tiles.DecodeTile, padded: int, experts: int, width: int, hidden: int):
     """For `padded` tokens, a power of two: (up kernel, its column blocks, down kernel, its column blocks)."""
     shape = {"E": experts, "E_PAD": triton.next_power_of_2(experts), "VEC": tile.vec, "PDL": tile.pdl}
-    shape |= {"BM": 1 if tile.vec else 16, "T_PAD": padded}
-    shape |= {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if tile.pdl else {})
+    shape |= {"BM": 1 if tile.vec else 16, "T_PAD": padded} | tile.launch
     bn, bk = _divisor(tile.bn_up, hidden), _divisor(tile.bk_up, width)
     up, up_blocks = Launch(decode.moe_decode_up_kernel, BN=bn, BK=bk, **shape), hidden // bn
     bn, bk = _divisor(tile.bn_down, width), _divisor(tile.bk_down, hidden)
@@ -251,6 +250,7 @@ def _weight_gradient(table, a, b, weight, main, rows, offs, a_tokens=False, b_to
 
 
 moe_backward = torch.library.custom_op("zaya::moe_backward", _gradients, mutates_args=("main_gate_up", "main_down"))
+_eager_gradients = eager(moe_backward, _gradients)
 
 
 @moe_backward.register_fake
@@ -276,17 +276,16 @@ def _backward(ctx, dy, *_):
     x, gate_up_proj, down_proj, weights, *saved = ctx.saved_tensors
     need_x, need_1, need_2, _, need_p = ctx.needs_input_grad[:5]
     dy = dy if dy.stride(1) == 1 and dy.dtype == x.dtype else dy.to(x.dtype).contiguous()
-    run = moe_backward if watched(dy, x, gate_up_proj, down_proj) else _gradients
-    dx, dw1, dw2, dp = run(dy, x, gate_up_proj, down_proj, weights, *saved, need_x, need_1 or need_2, *ctx.mains)
+    wanted = need_x, need_1 or need_2
+    dx, dw1, dw2, dp = _eager_gradients(dy, x, gate_up_proj, down_proj, weights, *saved, *wanted, *ctx.mains)
     dw1 = dw1 if need_1 and ctx.mains[0] is None else None
     dw2 = dw2 if need_2 and ctx.mains[1] is None else None
     return dx if need_x else None, dw1, dw2, None, dp.to(weights.dtype) if need_p else None, None, None, None
 
 
 moe_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-_direct = without_dispatcher(_forward, _setup_context, _backward)
+_eager_forward = eager(moe_forward, _forward, (_setup_context, _backward))
+_eager_decode = eager(moe_decode, _decode)
 
 
 def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights, decode=True):
@@ -295,12 +294,10 @@ def moe_triton(x, gate_up_proj, down_proj, expert_ids, gate_weights, decode=True
     x = x if x.stride(1) == 1 else x.contiguous()
     inputs = (x, *weights, expert_ids.contiguous(), gate_weights.contiguous())
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up_proj, down_proj, gate_weights))
-    direct = not watched(x, *weights)
     if decode and not save and tiles.moe_decode_tile(backend_of(x), x.shape[0]) is not None:
-        return _decode(*inputs) if direct else moe_decode(*inputs)
+        return _eager_decode(*inputs)
     mains = [_main_gradient(p) if save else None for p in (gate_up_proj, down_proj)]
-    run = moe_forward if not direct else _direct if save else _forward
-    return run(*inputs, save, *mains)[0]
+    return _eager_forward(*inputs, save, *mains)[0]
 
 
 def _main_gradient(parameter: Tensor) -> Tensor | None:

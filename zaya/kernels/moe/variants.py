@@ -108,7 +108,6 @@ def _decode(tile: tiles.DecodeTile, tokens: int) -> list[AotVariant]:
     pad = triton.next_power_of_2(tokens)
     shape = {"E": EXPERTS, "E_PAD": 16, "T_PAD": pad, "BM": 1 if tile.vec else 16}
     shape |= {"VEC": tile.vec, "PDL": tile.pdl}
-    options = {"num_warps": tile.warps, "num_stages": tile.stages} | ({"launch_pdl": True} if tile.pdl else {})
     rest: dict[str, Any] = {"matrix": "none" if tile.vec else "loop"}
     masks = {"sgpr_spills": (16, "scalar masks of the rows set to zero, kept in vector lanes outside the loop")}
     limit = f"T={tokens}" if tokens == 1 else f"T<={tokens}"
@@ -120,7 +119,7 @@ def _decode(tile: tiles.DecodeTile, tokens: int) -> list[AotVariant]:
     for name, kernel, bn, bk in sides:
         rest["allowances"] = masks if (name, pad) == ("down", 64) else {}
         rest["work"] = (f"moe.{name}", tokens)
-        found.append(_variant(kernel, f"decode {name} {limit}", shape | {"BN": bn, "BK": bk}, options, **rest))
+        found.append(_variant(kernel, f"decode {name} {limit}", shape | {"BN": bn, "BK": bk}, tile.launch, **rest))
     return found
 
 

@@ -1,7 +1,7 @@
 """The router's kernels as `torch.library` operators, with fake kernels and autograd.
 
-In eager mode `route` and `route_from_hidden` call what the operators call, without the dispatcher's detour through
-Python (`launch.watched`).
+`route` and `route_from_hidden` are the operators; in eager mode they call what those call, without the dispatcher's
+detour through Python (`launch.eager`).
 """
 
 import functools
@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from zaya.errors import UserError
-from zaya.kernels.launch import Launch, on_device, watched, without_dispatcher
+from zaya.kernels.launch import Launch, eager, on_device
 from zaya.kernels.router import decode
 from zaya.kernels.router import triton as kernels
-from zaya.kernels.tiles import ROUTER_DECODE_TOKENS, ROUTER_VECTOR_TOKENS, RouterTile, router_tile
+from zaya.kernels.tiles import (
+    ROUTER_DECODE_TOKENS,
+    ROUTER_VECTOR_TOKENS,
+    ROUTER_VECTOR_WIDTH,
+    RouterTile,
+    router_tile,
+)
 
 BACKEND = "hip" if torch.version.hip else "cuda"
 
@@ -195,6 +201,7 @@ def _add(kernel: str, parts: Tensor, count: int, shape: tuple[int, int], dtype: 
 
 
 router_backward_op = torch.library.custom_op("zaya::router_backward", _gradients, mutates_args=())
+_eager_gradients = eager(router_backward_op, _gradients)
 
 
 @router_backward_op.register_fake
@@ -214,8 +221,7 @@ def _keep(ctx, inputs, output):
 
 def _backward(ctx, _ids, dweights, dstate, _counts):
     state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3 = ctx.saved_tensors
-    run = router_backward_op if watched(dweights, dstate, state, w1) else _gradients
-    du, dprev, matrices, vectors = run(
+    du, dprev, matrices, vectors = _eager_gradients(
         dweights, dstate, state, ids, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, ctx.eps
     )
     width = state.shape[1]
@@ -227,18 +233,7 @@ def _backward(ctx, _ids, dweights, dstate, _counts):
 
 
 router_op.register_autograd(_backward, setup_context=_keep)
-
-
-_direct = without_dispatcher(_forward, _keep, _backward)
-
-
-def route(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`zaya::router` of the same arguments."""
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    if watched(*tensors):
-        return router_op(*inputs)
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return (_direct if wanted else _forward)(*inputs)
+route = eager(router_op, _forward, (_keep, _backward))
 
 
 def _decode_outputs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,17 +315,12 @@ def _decode_vectors(x, down_weight, down_bias, prev, state_scale, norm_weight, m
 
 
 router_from_hidden_op = torch.library.custom_op("zaya::router_from_hidden", _from_hidden, mutates_args=())
+route_from_hidden = eager(router_from_hidden_op, _from_hidden)
 
 
 @router_from_hidden_op.register_fake
 def _(x, down_weight, down_bias, prev_state, state_scale, norm_weight, w1, b1, w2, b2, w3, balance, eps):
     return _decode_outputs(x, down_weight.shape[0])
-
-
-def route_from_hidden(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`zaya::router_from_hidden` of the same arguments."""
-    seen = watched(*(x for x in inputs if isinstance(x, Tensor)))
-    return (router_from_hidden_op if seen else _from_hidden)(*inputs)
 
 
 def decode_takes(x: Tensor, down_weight: Tensor) -> bool:
@@ -339,6 +329,6 @@ def decode_takes(x: Tensor, down_weight: Tensor) -> bool:
     if not 0 < tokens <= ROUTER_DECODE_TOKENS:
         return False
     if tokens <= ROUTER_VECTOR_TOKENS:
-        return x.shape[1] % 1024 == 0
+        return x.shape[1] % ROUTER_VECTOR_WIDTH == 0
     tile = router_tile("project", BACKEND, tokens, width)
     return x.shape[1] % (tile.splits * tile.blocks["BK"]) == 0
