@@ -24,7 +24,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Score a model with lm-eval, offline: accuracies in cloze form and bits per byte of held-out text."""
-    from eval.quality.run import score
+    from zaya.eval.quality.run import score
 
     results = score(model, suite, backend, out, name, limit, heldout, data, dtype, batch_size)
     if as_json:
@@ -40,7 +40,7 @@ def eval_data(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Write the evaluation data of the installed package as JSON lines, with counts, digests and licences."""
-    from eval.quality.sources import write_data
+    from zaya.eval.quality.sources import write_data
 
     index = write_data(out)
     if as_json:

@@ -15,7 +15,7 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder that stock transformers and vLLM load."""
-    from export.hf import export_checkpoint
+    from zaya.export.hf import export_checkpoint
 
     folder = export_checkpoint(checkpoint, out, dtype)
     if as_json:
@@ -37,7 +37,7 @@ def verify(
 
     Exit code 1 when they differ by more than --atol.
     """
-    from export.verify import verify_folder
+    from zaya.export.verify import verify_folder
 
     report = verify_folder(model, out=out, text=text, prompts=prompts, new_tokens=new_tokens, atol=atol, vllm=vllm)
     if as_json:

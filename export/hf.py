@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from training.checkpoint.reader import Checkpoint, open_checkpoint
 from zaya.errors import CheckFailed, UserError
 from zaya.files import check_target, require_free_space, stage_dir
+from zaya.training.checkpoint.reader import Checkpoint, open_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

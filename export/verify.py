@@ -67,8 +67,8 @@ def run_stock(folder: Path, prompts: list[list[int]], new_tokens: int, scratch: 
 
 def run_ours(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The same with our class; also how many probe tokens chose each class, [L, E + 1]."""
-    from export._stock_child import compute
     from zaya import ZayaForCausalLM
+    from zaya.export._stock_child import compute
 
     with loading(folder):
         model = ZayaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from leaderboards.html import Markup, tag
+from zaya.leaderboards.html import Markup, tag
 
 Format = Callable[[float], str]
 MARKS = ("circle", "square", "triangle")  # shape per series, beside its colour

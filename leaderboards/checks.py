@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from leaderboards.collect import CONTROL, Found, Release
-from leaderboards.stats import Difference, compare_accuracy, compare_bits
+from zaya.leaderboards.collect import CONTROL, Found, Release
+from zaya.leaderboards.stats import Difference, compare_accuracy, compare_bits
 
 State = Literal["pass", "fail", "even", "missing"]
 LEVEL = 0.05  # two-sided p below which a difference counts

@@ -18,10 +18,10 @@ def build(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Results to one static page that opens from disk: verdict, scores, training, serving, sources."""
-    from leaderboards.checks import run_checks, verdict
-    from leaderboards.collect import collect
-    from leaderboards.page import render
     from zaya.files import sha256_json, stage_dir, write_text
+    from zaya.leaderboards.checks import run_checks, verdict
+    from zaya.leaderboards.collect import collect
+    from zaya.leaderboards.page import render
 
     release = collect(results)
     page = render(release, title, bigram_margin)

@@ -4,12 +4,12 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from leaderboards import sections
-from leaderboards.checks import Check, run_checks, verdict
-from leaderboards.collect import Found, Release, Run
-from leaderboards.html import Markup, tag
-from leaderboards.parts import notes, section, table
-from leaderboards.scores import scores
+from zaya.leaderboards import sections
+from zaya.leaderboards.checks import Check, run_checks, verdict
+from zaya.leaderboards.collect import Found, Release, Run
+from zaya.leaderboards.html import Markup, tag
+from zaya.leaderboards.parts import notes, section, table
+from zaya.leaderboards.scores import scores
 from zaya.results import Provenance
 
 HERE = Path(__file__).parent

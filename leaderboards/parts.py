@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from leaderboards.charts import legend
-from leaderboards.collect import CONTROL, Release
-from leaderboards.html import Markup, tag
+from zaya.leaderboards.charts import legend
+from zaya.leaderboards.collect import CONTROL, Release
+from zaya.leaderboards.html import Markup, tag
 
 
 def notes(*numbers: int) -> Markup:

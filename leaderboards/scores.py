@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-from leaderboards.charts import Interval, both, interval_chart, number
-from leaderboards.checks import LEVEL, compare, p_text, signed
-from leaderboards.collect import CONTROL, Found, Release
-from leaderboards.html import Markup, tag
-from leaderboards.parts import missing, notes, panel, section, subjects_legend, table
-from leaderboards.stats import Z95, wilson_interval
+from zaya.leaderboards.charts import Interval, both, interval_chart, number
+from zaya.leaderboards.checks import LEVEL, compare, p_text, signed
+from zaya.leaderboards.collect import CONTROL, Found, Release
+from zaya.leaderboards.html import Markup, tag
+from zaya.leaderboards.parts import missing, notes, panel, section, subjects_legend, table
+from zaya.leaderboards.stats import Z95, wilson_interval
 
 METRIC_NAMES = {
     "acc": "accuracy",

@@ -2,11 +2,11 @@
 
 import math
 
-from leaderboards.charts import Bar, Series, bar_chart, both, heatmap, line_chart
-from leaderboards.checks import signed
-from leaderboards.collect import Found, Release, Run
-from leaderboards.html import Markup, tag
-from leaderboards.parts import missing, notes, panel, section, subjects_legend, table
+from zaya.leaderboards.charts import Bar, Series, bar_chart, both, heatmap, line_chart
+from zaya.leaderboards.checks import signed
+from zaya.leaderboards.collect import Found, Release, Run
+from zaya.leaderboards.html import Markup, tag
+from zaya.leaderboards.parts import missing, notes, panel, section, subjects_legend, table
 
 # Training
 

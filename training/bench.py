@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training import launch
-from training.progress import bar
-from training.recipe import Recipe
 from zaya.errors import CheckFailed
 from zaya.files import check_target, stage_dir
+from zaya.training import launch
+from zaya.training.progress import bar
+from zaya.training.recipe import Recipe
 
 TURNS = 2
 WARMUP_STEPS = 3
@@ -57,7 +57,7 @@ def _measure(recipe: Recipe, data: Path) -> dict[str, list[dict[str, float]]]:
     """Tokens and seconds of every turn of both."""
     ranks, threads = recipe.train.ranks, recipe.train.threads_per_rank
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = lambda who: [sys.executable, "-P", "-m", "training.bench", who, str(data), recipe.model_dump_json()]
+    command = lambda who: [sys.executable, "-P", "-m", "zaya.training.bench", who, str(data), recipe.model_dump_json()]
     turns: dict[str, list[dict[str, float]]] = {"ours": [], "rival": []}
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(launch.started(command("ours"), ranks, threads, **pipes))[0]
@@ -151,7 +151,7 @@ def _ours(recipe: Recipe, data: Path) -> tuple[Callable[[], Any], Callable[[Any]
     """Our step, how rank 0 tells the others a value, and the sum of a value over the ranks."""
     import torch
 
-    from training.run import make_trainer, start
+    from zaya.training.run import make_trainer, start
 
     accelerator, group = start(recipe)
     trainer = make_trainer(recipe, "zaya", data, accelerator, group)
@@ -163,8 +163,8 @@ def _rival(recipe: Recipe, data: Path) -> tuple[Callable[[], Any], Callable[[Any
     """The plain loop's step, on one process."""
     import torch
 
-    from training.rival import Rival
     from zaya.shards import TokenShards
+    from zaya.training.rival import Rival
 
     torch.set_num_threads(recipe.train.ranks * recipe.train.threads_per_rank)
     return Rival(recipe, TokenShards(data, "train")).train_step, lambda value: value, lambda value: value

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from training.recipe import Recipe, load_recipe
 from zaya.errors import UserError
+from zaya.training.recipe import Recipe, load_recipe
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe, a YAML file.")]
 Overrides = Annotated[
@@ -30,7 +30,7 @@ def tokenize(
     """Collect the recipe's text, train its tokenizer, write token shards, and count n-gram baselines."""
     _log_to_stderr()
     loaded = load_recipe(recipe, overrides or ())
-    from training.data.tokenize import tokenize as run
+    from zaya.training.data.tokenize import tokenize as run
 
     folder = out or loaded.out_dir / "data"
     result = run(loaded, folder)
@@ -80,12 +80,12 @@ def train(
 
 def _train(loaded: Recipe, arm: str, data: Path, out: Path) -> dict[str, Any] | None:
     """Train as the parent of the ranks, or as one of them. None on ranks that have nothing to say."""
-    from training import launch
+    from zaya.training import launch
 
     _log_to_stderr()
     launch.die_with_parent()
     if launch.is_rank():
-        from training.run import only_one, train
+        from zaya.training.run import only_one, train
 
         first, ours = os.environ["RANK"] == "0", launch.is_child()
         with only_one(out) if first and not ours else contextlib.nullcontext():
@@ -93,8 +93,8 @@ def _train(loaded: Recipe, arm: str, data: Path, out: Path) -> dict[str, Any] | 
         if not first or ours:
             return None
     else:
-        from training.run import check_run_folder, identity, only_one, prepare, train
         from zaya.files import read_object
+        from zaya.training.run import check_run_folder, identity, only_one, prepare, train
 
         ids = identity(loaded, arm, data)
         read_object(data / "dataset.json", "dataset summary (`zaya data tokenize` writes it)")
@@ -106,7 +106,7 @@ def _train(loaded: Recipe, arm: str, data: Path, out: Path) -> dict[str, Any] | 
                 launch.launch(sys.argv[1:], loaded.train.ranks, loaded.train.threads_per_rank)
             else:
                 train(loaded, arm, data, out)
-    from training.run import summary
+    from zaya.training.run import summary
 
     return summary(out, data)
 
@@ -121,7 +121,7 @@ def bench_loop(
     """Training throughput of ours beside a plain loop over stock's class, in turns, at the recipe's shape."""
     _log_to_stderr()
     loaded = load_recipe(recipe, overrides or ())
-    from training.bench import bench
+    from zaya.training.bench import bench
 
     result = bench(loaded, data or loaded.out_dir / "data", out or loaded.out_dir / "bench")
     if as_json:
@@ -136,4 +136,4 @@ def bench_loop(
 def _log_to_stderr() -> None:
     """Our own lines on standard error, without the libraries' chatter."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("training").setLevel(logging.INFO)
+    logging.getLogger("zaya.training").setLevel(logging.INFO)

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from training.metrics.flops import check_same_active
-from training.recipe import Recipe
+from zaya.training.metrics.flops import check_same_active
+from zaya.training.recipe import Recipe
 
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # training/data/tokenize.py gives them
 

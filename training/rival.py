@@ -6,8 +6,8 @@ have it.
 
 import torch
 
-from training.recipe import Recipe
 from zaya.shards import TokenShards
+from zaya.training.recipe import Recipe
 
 
 class Rival:
@@ -17,7 +17,7 @@ class Rival:
         from transformers.models.zaya.configuration_zaya import ZayaConfig
         from transformers.models.zaya.modeling_zaya import ZayaForCausalLM
 
-        from training.models import zaya_fields
+        from zaya.training.models import zaya_fields
 
         self.settings = recipe.train
         self.tokens = torch.from_numpy(shards.read(0, min(len(shards), 1 << 22)))

@@ -13,18 +13,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from training.callbacks import BalanceCallback, Callback, CheckpointCallback, HeldoutCallback, LogCallback
-from training.callbacks.log import LOG, SPEED
-from training.checkpoint.manifest import FOLDER
-from training.checkpoint.reader import Checkpoint, latest
-from training.checkpoint.retention import prune, sweep
-from training.checkpoint.writer import Writer
-from training.data.loader import Loader
-from training.metrics.flops import count_parameters, train_flops_per_token
-from training.models import build
-from training.parallel.group import Group
-from training.recipe import Recipe
-from training.trainer import Trainer
 from zaya.errors import UserError
 from zaya.files import (
     MANIFEST,
@@ -38,6 +26,18 @@ from zaya.files import (
 )
 from zaya.results import provenance
 from zaya.shards import TokenShards
+from zaya.training.callbacks import BalanceCallback, Callback, CheckpointCallback, HeldoutCallback, LogCallback
+from zaya.training.callbacks.log import LOG, SPEED
+from zaya.training.checkpoint.manifest import FOLDER
+from zaya.training.checkpoint.reader import Checkpoint, latest
+from zaya.training.checkpoint.retention import prune, sweep
+from zaya.training.checkpoint.writer import Writer
+from zaya.training.data.loader import Loader
+from zaya.training.metrics.flops import count_parameters, train_flops_per_token
+from zaya.training.models import build
+from zaya.training.parallel.group import Group
+from zaya.training.recipe import Recipe
+from zaya.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 RUN, PROVENANCE = "run.json", "provenance.json"

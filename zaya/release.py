@@ -6,6 +6,7 @@ still there. Anything else runs again, and everything after it whose inputs chan
 """
 
 import contextlib
+import importlib.resources
 import importlib.util
 import json
 import os
@@ -35,7 +36,7 @@ from zaya.files import (
 )
 
 NEEDS = {"accelerate": "train", "tokenizers": "train", "lm_eval": "eval", "olmo_eval": "eval"}
-SUITES = Path(__file__).parents[1] / "eval" / "quality" / "suites"
+SUITES = Path(str(importlib.resources.files("zaya.eval.quality"))) / "suites"
 FREE_BYTES = 2_000_000_000  # assumed: the demo's folders come to well under this
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from eval.hardware import moe_check
-from eval.hardware.moe_block import IMPLEMENTATIONS, SMALL, Implementation, Layer, make_layer
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.hardware import moe_check
+from zaya.eval.hardware.moe_block import IMPLEMENTATIONS, SMALL, Implementation, Layer, make_layer
 from zaya.files import check_file, write_json
 from zaya.flops import Hardware, Shape, block_floor_s, block_work
 from zaya.measure import time_call

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eval.hardware.moe_block import Layer, build_ours, build_stock, make_layer, ours
+from zaya.eval.hardware.moe_block import Layer, build_ours, build_stock, make_layer, ours
 from zaya.flops import Shape
 
 SLACK, LEAST = 1.1, {torch.bfloat16: 2e-3, torch.float32: 2e-5}  # allowed: SLACK times stock's error, or LEAST

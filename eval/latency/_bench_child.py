@@ -1,6 +1,6 @@
 """vLLM's serving benchmark, several times in one process, which spares its slow import.
 
-Arguments: a JSON file with a list of argument lists. Started by `eval.latency.bench`; our package is not needed here.
+Arguments: a JSON file with a list of argument lists. Started by `zaya.eval.latency.bench`; needs nothing of ours.
 """
 
 import json

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.latency.server import Server, environment, reason
 from zaya.errors import CheckFailed
+from zaya.eval.latency.server import Server, environment, reason
 from zaya.results import Metric
 
 CHILD = Path(__file__).with_name("_bench_child.py")

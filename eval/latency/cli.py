@@ -29,7 +29,7 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Serve a model with vLLM and our plugin, until Ctrl-C. Refuses to serve through any other class than ours."""
-    from eval.latency.server import Options, serve_folder
+    from zaya.eval.latency.server import Options, serve_folder
 
     options = Options(port, dtype, not compile_, max_model_len, tuple(vllm_args or ()))
     with serve_folder(model, options, log) as server:
@@ -80,10 +80,10 @@ def latency(
 
     Exit code 1 when the answers differ, a request fails, or another class than ours answers.
     """
-    from eval.latency import bench, run
-    from eval.latency.parity import require
-    from eval.latency.server import Options
     from zaya.errors import UserError
+    from zaya.eval.latency import bench, run
+    from zaya.eval.latency.parity import require
+    from zaya.eval.latency.server import Options
     from zaya.files import check_target
 
     began = datetime.datetime.now(datetime.UTC)

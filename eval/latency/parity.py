@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from eval.latency.server import request
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.latency.server import request
 from zaya.folder import loading
 
 ATOL_NATS = 1e-4

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.latency import bench, parity
-from eval.latency.server import Options, Server, serve_folder
 from zaya.errors import UserError
+from zaya.eval.latency import bench, parity
+from zaya.eval.latency.server import Options, Server, serve_folder
 from zaya.files import sha256_file, sha256_json, stage_dir, write_json
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eval.latency import folder as folders
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.latency import folder as folders
 from zaya.files import require_free_space
 from zaya.folder import read_config
 from zaya.vllm import LOADED_LINE

@@ -17,8 +17,8 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from eval.quality.suite import Text
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.quality.suite import Text
 from zaya.folder import loading
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.quality.suite import Choice, Rendered, Suite, load_suite, render
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.quality.suite import Choice, Rendered, Suite, load_suite, render
 from zaya.files import check_target, sha256_file, sha256_json, stage_dir, write_text
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
@@ -95,7 +95,7 @@ def _run(folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rend
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    from eval.quality.backend import build
+    from zaya.eval.quality.backend import build
 
     lm, about = build(folder, backend, dtype, batch_size, rendered.texts)
     tasks = TaskManager(include_path=str(rendered.folder), include_defaults=False)

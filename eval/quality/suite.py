@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from eval.quality.sources import DATASETS, read_rows
 from zaya import plainyaml
 from zaya.errors import UserError
+from zaya.eval.quality.sources import DATASETS, read_rows
 from zaya.files import read_json_lines, sha256_json, write_text
 
 SUITES = Path(__file__).with_name("suites")

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers.models.zaya import ZayaConfig, ZayaForCausalLM
 
-from training.data.corpus import Document
-from training.data.tokenize import train_tokenizer
+from zaya.training.data.corpus import Document
+from zaya.training.data.tokenize import train_tokenizer
 
 TEXTS = [
     "def area(r):\n    return 3.14159 * r * r\n\nclass Shape:\n    name = 'circle'  # Größe\n" * 12,

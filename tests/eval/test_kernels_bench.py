@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from eval.hardware import kernels, moe_check
-from eval.hardware.moe_block import SMALL, build_ours, build_stock, make_layer
 from zaya.errors import UserError
+from zaya.eval.hardware import kernels, moe_check
+from zaya.eval.hardware.moe_block import SMALL, build_ours, build_stock, make_layer
 from zaya.flops import Hardware
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.latency import cli, folder, server
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.latency import cli, folder, server
 from zaya.folder import read_config
 from zaya.vllm import LOADED_LINE
 

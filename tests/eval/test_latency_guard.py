@@ -24,7 +24,7 @@ STARTER = """
 import os, signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
-from eval.latency.server import _launch
+from zaya.eval.latency.server import _launch
 os.environ["SOURCE"] = sys.argv[2]
 process = _launch([sys.executable, "-c", sys.argv[2], sys.argv[1]], Path(sys.argv[1] + ".log"))
 print(process.pid, flush=True)

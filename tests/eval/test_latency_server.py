@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from eval.latency import bench, parity, run
-from eval.latency.folder import take_port
-from eval.latency.server import Options, serve_folder
 from tests.zaya.vllm import support
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.latency import bench, parity, run
+from zaya.eval.latency.folder import take_port
+from zaya.eval.latency.server import Options, serve_folder
 from zaya.files import read_manifest
 from zaya.results import load_all, provenance
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from scipy import stats as scipy_stats
 
-from eval.cli import evaluate
-from eval.quality import run, sources, suite
-from eval.quality.backend import windows
-from eval.quality.run import bits_per_byte, score
-from eval.quality.sources import DATASETS, read_rows, write_data
 from tests.eval.quality_support import TEXTS, completions_server, log_probabilities, make_folder, make_heldout, stock
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.cli import evaluate
+from zaya.eval.quality import run, sources, suite
+from zaya.eval.quality.backend import windows
+from zaya.eval.quality.run import bits_per_byte, score
+from zaya.eval.quality.sources import DATASETS, read_rows, write_data
 from zaya.files import read_json, read_manifest, sha256_file
 from zaya.results import load_all
 

@@ -6,9 +6,9 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
-from training.checkpoint.writer import Writer
-from training.parallel.group import Group
 from zaya import ZayaConfig, ZayaForCausalLM
+from zaya.training.checkpoint.writer import Writer
+from zaya.training.parallel.group import Group
 
 
 class NoOptimizer:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.hf import export_checkpoint
 from tests.export.support import make_checkpoint
 from zaya.errors import CheckFailed, UserError
+from zaya.export.hf import export_checkpoint
 from zaya.files import write_manifest
 
 

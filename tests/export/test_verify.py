@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.hf import export_checkpoint
-from export.verify import compare, verify_folder
 from tests.export.support import make_checkpoint, make_model
 from zaya.errors import CheckFailed, UserError
+from zaya.export.hf import export_checkpoint
+from zaya.export.verify import compare, verify_folder
 from zaya.results import load_all
 
 
@@ -99,7 +99,7 @@ def test_not_a_number_is_no_agreement():
 
 
 def test_the_target_is_looked_at_first(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("export.verify.run_ours", lambda *a: pytest.fail("computed before it looked"))
+    monkeypatch.setattr("zaya.export.verify.run_ours", lambda *a: pytest.fail("computed before it looked"))
     with pytest.raises(UserError, match="another stage made"):
         verify_folder(folder, out=folder)
     with pytest.raises(UserError, match="ask for fewer"):

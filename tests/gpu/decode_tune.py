@@ -18,7 +18,7 @@ from dataclasses import fields, replace
 import torch
 import torch.nn.functional as F
 
-from eval.hardware.moe_block import build_ours, make_layer, ours
+from zaya.eval.hardware.moe_block import build_ours, make_layer, ours
 from zaya.flops import Shape
 from zaya.kernels import tiles
 from zaya.kernels.router.reference import router_reference

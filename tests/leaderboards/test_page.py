@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from leaderboards.checks import compare, run_checks, verdict
-from leaderboards.cli import build
-from leaderboards.collect import collect
-from leaderboards.html import Markup, tag
-from leaderboards.page import SECTIONS, render
 from tests.leaderboards.support import BIGRAM, LOSS, make_release
 from zaya.errors import UserError
 from zaya.files import read_manifest
+from zaya.leaderboards.checks import compare, run_checks, verdict
+from zaya.leaderboards.cli import build
+from zaya.leaderboards.collect import collect
+from zaya.leaderboards.html import Markup, tag
+from zaya.leaderboards.page import SECTIONS, render
 from zaya.results import load, save
 
 HOSTILE = "<img src=x onerror=alert(1)>\"&'"

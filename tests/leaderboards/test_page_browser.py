@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from leaderboards.collect import collect
-from leaderboards.page import SECTIONS, render
 from tests.leaderboards.support import make_release
+from zaya.leaderboards.collect import collect
+from zaya.leaderboards.page import SECTIONS, render
 
 PROBE = """<!doctype html><body style="margin:0"><pre id="out">not run</pre>
 <iframe id="page" src="%s" width="%d" height="900" style="border:0"></iframe>

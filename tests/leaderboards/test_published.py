@@ -1,6 +1,6 @@
 """The table of scores that others published: its schema, and a few cells against what the sources say."""
 
-from leaderboards.page import published_rows
+from zaya.leaderboards.page import published_rows
 
 
 def test_every_row_has_a_protocol_a_source_and_a_percentage():

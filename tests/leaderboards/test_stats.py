@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from leaderboards import stats
+from zaya.leaderboards import stats
 
 RNG = np.random.default_rng(3)
 

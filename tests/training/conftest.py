@@ -78,8 +78,8 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_data(tiny) -> Path:
     """The recipe's data folder."""
-    from training.data.tokenize import tokenize
-    from training.recipe import load_recipe
+    from zaya.training.data.tokenize import tokenize
+    from zaya.training.recipe import load_recipe
 
     out = tiny.parent / "data"
     tokenize(load_recipe(tiny), out)

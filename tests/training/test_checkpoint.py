@@ -3,15 +3,15 @@ import shutil
 import pytest
 import torch
 
-from training.checkpoint import manifest
-from training.checkpoint.reader import latest, open_checkpoint
-from training.checkpoint.retention import prune, sweep
-from training.checkpoint.writer import Writer, checkpoint_bytes
-from training.models import zaya_model
-from training.optim.zero1 import Zero1
-from training.parallel.group import Group
-from training.recipe import load_recipe
 from zaya.errors import UserError
+from zaya.training.checkpoint import manifest
+from zaya.training.checkpoint.reader import latest, open_checkpoint
+from zaya.training.checkpoint.retention import prune, sweep
+from zaya.training.checkpoint.writer import Writer, checkpoint_bytes
+from zaya.training.models import zaya_model
+from zaya.training.optim.zero1 import Zero1
+from zaya.training.parallel.group import Group
+from zaya.training.recipe import load_recipe
 
 
 @pytest.fixture
@@ -106,7 +106,9 @@ def test_a_full_disk_is_refused_and_leaves_nothing(run, monkeypatch):
 
 def test_a_write_that_fails_leaves_nothing(run, monkeypatch):
     model, optimizer, writer = run
-    monkeypatch.setattr("training.checkpoint.writer.write_manifest", lambda *a: (_ for _ in ()).throw(OSError(28, "")))
+    monkeypatch.setattr(
+        "zaya.training.checkpoint.writer.write_manifest", lambda *a: (_ for _ in ()).throw(OSError(28, ""))
+    )
     with pytest.raises(OSError, match="28"):
         writer.save(model, optimizer, 8, 0)
     assert list((writer.run / "checkpoints").iterdir()) == []

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.training.conftest import write_text_files
-from training.data.corpus import collect
-from training.data.loader import Loader, heldout_batch, permute
-from training.data.ngram import cross_entropies
-from training.data.tokenize import tokenize
-from training.recipe import Corpus, load_recipe
 from zaya.errors import UserError
 from zaya.files import manifest_digest
 from zaya.shards import TokenShards, write_index, write_split
+from zaya.training.data.corpus import collect
+from zaya.training.data.loader import Loader, heldout_batch, permute
+from zaya.training.data.ngram import cross_entropies
+from zaya.training.data.tokenize import tokenize
+from zaya.training.recipe import Corpus, load_recipe
 
 
 @pytest.fixture

@@ -6,17 +6,17 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.zaya.modeling_zaya import ZayaForCausalLM as StockZaya
 
-from training.metrics.flops import check_same_active, count_parameters, train_flops_per_token
-from training.metrics.load import load_metrics
-from training.models import baseline_model, zaya_model
-from training.optim.balance import BiasBalancer
-from training.optim.groups import RULES, classify, rule_for
-from training.optim.muon import Muon, orthogonalize
-from training.optim.schedule import factor
-from training.optim.zero1 import Zero1, assign
-from training.parallel.group import Group
-from training.recipe import Balance, Schedule, load_recipe
 from zaya.errors import UserError
+from zaya.training.metrics.flops import check_same_active, count_parameters, train_flops_per_token
+from zaya.training.metrics.load import load_metrics
+from zaya.training.models import baseline_model, zaya_model
+from zaya.training.optim.balance import BiasBalancer
+from zaya.training.optim.groups import RULES, classify, rule_for
+from zaya.training.optim.muon import Muon, orthogonalize
+from zaya.training.optim.schedule import factor
+from zaya.training.optim.zero1 import Zero1, assign
+from zaya.training.parallel.group import Group
+from zaya.training.recipe import Balance, Schedule, load_recipe
 
 SHAPES = [(8, 8), (24, 16), (16, 40), (1, 12), (33, 7)]
 
@@ -81,7 +81,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     results = []
     start, gradient = torch.randn(5, 16, 24), torch.randn(5, 16, 24)
     for size in (1, 1 << 30):
-        monkeypatch.setattr("training.optim.muon.CHUNK_BYTES", size)
+        monkeypatch.setattr("zaya.training.optim.muon.CHUNK_BYTES", size)
         p = nn.Parameter(start.clone())
         p.grad = gradient
         Muon([p], lr=0.1, momentum=0.9, weight_decay=0.0, ns_dtype=torch.float32).step()

@@ -7,8 +7,8 @@ import yaml
 from pydantic import BaseModel
 
 from tests.training.conftest import RECIPE, write_recipe
-from training.recipe import Recipe, load_recipe
 from zaya.errors import UserError
+from zaya.training.recipe import Recipe, load_recipe
 
 MINI = Path(__file__).parents[2] / "training" / "recipes" / "mini.yaml"
 

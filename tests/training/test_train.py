@@ -17,13 +17,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from tests.training.conftest import finish, kill_group, start
-from training.checkpoint.reader import open_checkpoint
-from training.loss import IGNORE
-from training.models import zaya_model
-from training.parallel.group import Group
-from training.recipe import load_recipe
-from training.run import make_trainer, summary, train
 from zaya.files import manifest_digest, read_manifest, stage_dir
+from zaya.training.checkpoint.reader import open_checkpoint
+from zaya.training.loss import IGNORE
+from zaya.training.models import zaya_model
+from zaya.training.parallel.group import Group
+from zaya.training.recipe import load_recipe
+from zaya.training.run import make_trainer, summary, train
 
 LONG = ["train.steps=60", "train.checkpoint_every=10"]
 

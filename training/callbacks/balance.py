@@ -2,9 +2,9 @@
 
 import torch
 
-from training.callbacks.base import Callback
-from training.metrics.load import load_metrics
-from training.optim.balance import BiasBalancer
+from zaya.training.callbacks.base import Callback
+from zaya.training.metrics.load import load_metrics
+from zaya.training.optim.balance import BiasBalancer
 
 
 class BalanceCallback(Callback):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from training.trainer import Trainer
+    from zaya.training.trainer import Trainer
 
 
 class Callback:

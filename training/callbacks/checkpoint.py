@@ -1,7 +1,7 @@
 """Checkpoints during training."""
 
-from training.callbacks.base import Callback
-from training.checkpoint.writer import Writer, require_room
+from zaya.training.callbacks.base import Callback
+from zaya.training.checkpoint.writer import Writer, require_room
 
 
 class CheckpointCallback(Callback):

@@ -2,9 +2,9 @@
 
 import torch
 
-from training.callbacks.base import Callback
-from training.data.loader import heldout_batch
 from zaya.shards import TokenShards
+from zaya.training.callbacks.base import Callback
+from zaya.training.data.loader import heldout_batch
 
 
 class HeldoutCallback(Callback):

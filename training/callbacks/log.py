@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from training.callbacks.base import Callback
-from training.progress import bar
 from zaya.files import write_text
+from zaya.training.callbacks.base import Callback
+from zaya.training.progress import bar
 
 LOG, SPEED = "log.jsonl", "speed.jsonl"
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from training.checkpoint.manifest import CONFIG, FORMAT, MODEL, STATE, TOKENIZER, is_intact, is_whole, steps
 from zaya.errors import UserError
 from zaya.files import manifest_digest, read_object
+from zaya.training.checkpoint.manifest import CONFIG, FORMAT, MODEL, STATE, TOKENIZER, is_intact, is_whole, steps
 
 FOR_EXPORT = (MODEL, CONFIG, STATE, f"{TOKENIZER}/*")
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from training.checkpoint.manifest import FOLDER, steps
+from zaya.training.checkpoint.manifest import FOLDER, steps
 
 
 def prune(run: Path, keep: int) -> list[int]:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
-from training.checkpoint.manifest import CONFIG, FOLDER, FORMAT, MODEL, STATE, TOKENIZER, shard_name, step_name
-from training.checkpoint.retention import prune
-from training.parallel.group import Group
 from zaya.files import require_free_space, whole_dir, write_json, write_manifest
+from zaya.training.checkpoint.manifest import CONFIG, FOLDER, FORMAT, MODEL, STATE, TOKENIZER, shard_name, step_name
+from zaya.training.checkpoint.retention import prune
+from zaya.training.parallel.group import Group
 
 
 class Stateful(Protocol):

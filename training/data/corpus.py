@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.recipe import Corpus
 from zaya.errors import UserError
+from zaya.training.recipe import Corpus
 
 log = logging.getLogger(__name__)
 

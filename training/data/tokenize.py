@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from training.data import ngram
-from training.data.corpus import Document, collect
-from training.progress import progress
-from training.recipe import Recipe
 from zaya.errors import UserError
 from zaya.files import check_target, require_free_space, sha256_json, stage_dir, write_json, write_text
 from zaya.results import provenance
 from zaya.shards import TokenShards, token_dtype, write_index, write_split
+from zaya.training.data import ngram
+from zaya.training.data.corpus import Document, collect
+from zaya.training.progress import progress
+from zaya.training.recipe import Recipe
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}  # ids 0, 1, 2
 NGRAM_TOKENS = 100_000_000  # enough for a bigram table, and bounds its memory

@@ -12,7 +12,7 @@ sum where it started. Counts are integers of the whole step's batch; biases and 
 
 import torch
 
-from training.recipe import Balance
+from zaya.training.recipe import Balance
 
 
 class BiasBalancer:

@@ -1,6 +1,6 @@
 """Learning rate by step: a pure function, so that resuming and extending cannot get it wrong."""
 
-from training.recipe import Schedule
+from zaya.training.recipe import Schedule
 
 
 def factor(step: int, steps: int, schedule: Schedule) -> float:

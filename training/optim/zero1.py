@@ -7,10 +7,10 @@ of a parameter does not depend on who makes it.
 
 import torch
 
-from training.optim.groups import Rule, classify
-from training.optim.muon import Muon
-from training.parallel.group import Group
-from training.recipe import Train
+from zaya.training.optim.groups import Rule, classify
+from zaya.training.optim.muon import Muon
+from zaya.training.parallel.group import Group
+from zaya.training.recipe import Train
 
 
 def update_cost(p: torch.Tensor, rule: Rule, ns_steps: int) -> float:
