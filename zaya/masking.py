@@ -31,14 +31,24 @@ class Layout(NamedTuple):
 def make_layout(config, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache) -> Layout:
     """Lay out inputs_embeds [B, S, D].
 
-    attention_mask: [B, past + S], nonzero at real tokens; or 4-D, or a dict by layer type, taken as they are.
+    attention_mask: [B, past + S], nonzero at real tokens; or 4-D, or a dict by layer type, taken as they are for the
+    attention, and read for where documents start (`depth_from_mask`).
     position_ids: [B or 1, S] as the caller gave them, or None. Where they restart, a document starts, as long as the
     cache holds nothing. cu_seqlens: [n + 1] document bounds in the B x S tokens laid end to end.
     """
     if isinstance(attention_mask, dict):
         real = attention_mask.get("conv")
-        return Layout(attention_mask, None if real is None else real.bool(), None, {})
+        told = [m for m in attention_mask.values() if isinstance(m, torch.Tensor) and m.ndim == 4]
+        depth = depth_from_mask(told[0], position_ids, cache) if told and "conv" not in attention_mask else None
+        return Layout(attention_mask, None if real is None else real.bool(), depth, {})
     length = inputs_embeds.shape[1]
+    if attention_mask is not None and attention_mask.ndim == 4:
+        if cu_seqlens is not None:
+            raise UserError("attention_mask is 4-D and cu_seqlens says where documents start; give one or the other")
+        depth, mask = depth_from_mask(attention_mask, position_ids, cache), attention_mask
+        if mask.dtype == torch.bool and config._attn_implementation == "eager":
+            mask = _additive(mask, inputs_embeds.dtype)
+        return Layout(dict.fromkeys(config.layer_types, mask), None, depth, {})
     real = None
     if attention_mask is not None and attention_mask.ndim == 2:
         real = attention_mask[:, -length:].bool()
@@ -81,6 +91,54 @@ def depth_from_positions(position_ids: torch.Tensor, real: torch.Tensor | None) 
     return index - index.where(starts, 0).cummax(1).values
 
 
+_HIDDEN = -1000.0  # an additive mask hides a key with -inf, the dtype's minimum, -1e9 or -1e4; biases are smaller
+
+
+def depth_from_mask(mask: torch.Tensor, position_ids: torch.Tensor | None, cache) -> torch.Tensor | None:
+    """[B, S] int64 tokens since the document's start, or None for one document, of a 4-D mask [B, 1 or H, S, past + S].
+
+    A token that does not see the one before it starts a document (padding hides it as well). Bool masks are True, and
+    additive ones above -1000, where a key is seen. Raises UserError where position_ids restart elsewhere, and for a
+    mask under which a document sees another one or its own future: the convolution could not follow it.
+    """
+    seen = (mask > _HIDDEN if mask.dtype.is_floating_point else mask != 0)[:, 0]
+    length, past = mask.shape[2], 0 if cache is None else cache.get_seq_length()
+    index = torch.arange(length, device=mask.device)
+    before = (index + past - 1).clamp_min(0).view(1, length, 1).expand(seen.shape[0], -1, -1)
+    starts = ~seen.gather(2, before).squeeze(2)
+    if is_empty(cache):
+        starts = starts | (index == 0)
+    depth = index - index.where(starts, 0).cummax(1).values
+    if torch.compiler.is_compiling():
+        return depth
+    if not bool(starts[:, 1:].any() or starts[:, 0].any() and not is_empty(cache)):
+        return None
+    if is_empty(cache):
+        _check_documents(seen[:, :, :length], starts, position_ids)
+    return depth
+
+
+def _check_documents(seen: torch.Tensor, starts: torch.Tensor, position_ids: torch.Tensor | None) -> None:
+    document = starts.cumsum(1)
+    inside = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
+    if bool((seen & ~inside).any()):
+        raise UserError(
+            "attention_mask is 4-D and lets a token see another document or its own future; ZAYA1's convolution needs "
+            "documents in blocks, causal inside (or give cu_seqlens or position_ids that restart)"
+        )
+    if position_ids is None:
+        return
+    restarts = F.pad(position_ids.expand(starts.shape).diff(dim=1) <= 0, (1, 0), value=True)
+    alone = starts & F.pad(starts[:, 1:], (0, 1), value=True)  # one token, or padding, which has no position
+    differs = ((restarts != starts) & ~alone).nonzero()
+    if len(differs):
+        row, token = differs[0].tolist()
+        raise UserError(
+            f"attention_mask is 4-D and {'starts' if starts[row, token] else 'goes on with'} a document at token {token} "
+            f"of row {row}, where position_ids {'restart' if restarts[row, token] else 'go on'}; let both say the same"
+        )
+
+
 def _document_depth(inputs_embeds, real, position_ids, cu_seqlens, cache):
     batch, length = inputs_embeds.shape[:2]
     if cu_seqlens is not None:
@@ -102,8 +160,6 @@ def _document_depth(inputs_embeds, real, position_ids, cu_seqlens, cache):
 
 def _packed(config, inputs_embeds, attention_mask, real, depth, cache) -> Layout:
     implementation = config._attn_implementation
-    if attention_mask is not None and attention_mask.ndim == 4:
-        raise UserError("attention_mask is 4-D and the inputs hold packed documents; give one or the other")
     if implementation.startswith("flash"):
         return Layout(dict.fromkeys(set(config.layer_types)), real, depth, _flash_bounds(depth, real))
     if implementation not in ("eager", "sdpa"):

@@ -27,15 +27,17 @@ from zaya.cache import ZayaCache, read_state, write_state
 from zaya.configuration_zaya import ZayaConfig
 from zaya.generation import CACHE_FIELD, ZayaGenerationMixin
 from zaya.inputs import check_inputs
-from zaya.kernels.cca import convolve
+from zaya.kernels.cca import convolve, convolve_called
 from zaya.kernels.linear_cross_entropy import linear_cross_entropy
 from zaya.kernels.moe import moe
-from zaya.kernels.router import router, router_from_hidden
+from zaya.kernels.router import choose, router, router_from_hidden
 from zaya.masking import Layout, depth_from_cu_seqlens, make_layout
+from zaya.plain import plain, readable
 
 _FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
+@readable
 class ZayaRMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis; the mean square is taken in fp32."""
 
@@ -83,8 +85,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+@readable
 class CausalConv(nn.Conv1d):
-    """Holds the weights of a causal convolution; `zaya.kernels.cca` applies them, and stops at document starts."""
+    """A convolution over columns [B, C, S] that are padded already; `zaya.kernels.cca` stops at document starts."""
 
     def __init__(self, channels: int, kernel_size: int, groups: int):
         super().__init__(channels, channels, kernel_size, groups=groups)
@@ -110,7 +113,8 @@ class ZayaCCA(nn.Module):
         self.layer_idx = layer_idx
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        hidden, bias = config.hidden_size, config.attention_bias
+        self.hidden_size = hidden = config.hidden_size
+        bias = config.attention_bias
         q_size, kv_size = self.heads * self.head_dim, self.groups * self.head_dim
         self.q_proj = nn.Linear(hidden, q_size, bias=bias)
         self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
@@ -137,8 +141,7 @@ class ZayaCCA(nn.Module):
         if cache is not None:
             write_state(cache, self.layer_idx, columns, delayed, layout.real, self.reach)
 
-        depthwise, grouped = self.conv_qk_depthwise.parts(), self.conv_qk_grouped.parts()
-        mixed = convolve(columns, depthwise, grouped, self.heads + self.groups, layout.depth)  # [B, S, H + G, d]
+        mixed = self._convolve(columns, layout.depth)  # [B, S, H + G, d]
         mean_q, mean_k = self._means(q, k)
         query = mixed[:, :, : self.heads] + mean_q
         key = mixed[:, :, self.heads :] + mean_k
@@ -155,8 +158,16 @@ class ZayaCCA(nn.Module):
         mean_q = (q + k) * 0.5
         return mean_q.flatten(2, 3), mean_q.mean(dim=3)
 
+    def _convolve(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
+        depthwise, grouped, heads = self.conv_qk_depthwise, self.conv_qk_grouped, self.heads + self.groups
+        if plain(depthwise, grouped):
+            return convolve(columns, depthwise.parts(), grouped.parts(), heads, depth)
+        return convolve_called(columns, depthwise, grouped, self.reach, depth).unflatten(-1, (heads, self.head_dim))
+
     def _first_delayed(self, like: torch.Tensor) -> torch.Tensor:
         """The delayed value of a document's first token: the projection of zero, [B, 1, G d / 2]."""
+        if not plain(self.v_proj_delayed):
+            return self.v_proj_delayed(like.new_zeros(like.shape[0], 1, self.hidden_size))
         first = like.new_zeros(like.shape[0], 1, like.shape[2])
         return first if self.v_proj_delayed.bias is None else first + self.v_proj_delayed.bias
 
@@ -225,8 +236,9 @@ class ZayaAttention(nn.Module):
         return self.o_proj(out.flatten(2)), weights
 
 
+@readable
 class ZayaRouterMLP(nn.Module):
-    """Holds the weights of the router's MLP; `zaya.kernels.router` applies them."""
+    """W3 gelu(W2 gelu(W1 RMSNorm(u))); `zaya.kernels.router` reads the weights where they are plain."""
 
     def __init__(self, config: ZayaConfig):
         super().__init__()
@@ -235,6 +247,10 @@ class ZayaRouterMLP(nn.Module):
         self.fc1 = nn.Linear(size, size)
         self.fc2 = nn.Linear(size, size)
         self.out_proj = nn.Linear(size, config.num_experts + 1, bias=False)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        """u [T, R] -> logits [T, E + 1]."""
+        return self.out_proj(F.gelu(self.fc2(F.gelu(self.fc1(self.norm(u))))))
 
 
 class ZayaRouter(nn.Module):
@@ -258,6 +274,10 @@ class ZayaRouter(nn.Module):
     def forward(self, h: torch.Tensor, state: torch.Tensor | None, keep_logits: bool = False):
         """h [T, D] and the layer before's state [T, R] -> Routing."""
         mlp, backend = self.router_mlp, self.config.kernels
+        if not plain(mlp, mlp.norm, mlp.fc1, mlp.fc2, mlp.out_proj):
+            u = self.down_proj(h)
+            u = u if state is None else u + state * self.router_states_scale
+            return choose(mlp(u), u, self.balancing_biases)
         weights = (
             mlp.norm.weight,
             (mlp.fc1.weight, mlp.fc1.bias),
@@ -268,7 +288,7 @@ class ZayaRouter(nn.Module):
         # Training always takes one path: reentrant checkpointing runs the first forward without gradients, and its
         # choices must be those of the recomputation to the last bit.
         trains = self.training or torch.is_grad_enabled()
-        if keep_logits or trains or type(self.down_proj) is not nn.Linear:
+        if keep_logits or trains or not plain(self.down_proj):
             return router(self.down_proj(h), state, *rest, backend=backend, keep_logits=keep_logits)
         return router_from_hidden(h, self.down_proj.weight, self.down_proj.bias, state, *rest, backend=backend)
 
@@ -446,7 +466,9 @@ class ZayaModel(ZayaPreTrainedModel):
         output_hidden_states, output_attentions, output_router_logits and return_dict are as in transformers.
         """
         cache = past_key_values if cache is None else cache
-        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, cache)
+        flash = {name: kwargs.pop(name, None) for name in _FLASH_ARGUMENTS}  # of transformers' flattening collator
+        cu_seqlens = flash["cu_seq_lens_q"] if cu_seqlens is None else cu_seqlens
+        check_inputs(self.config, input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
@@ -454,8 +476,6 @@ class ZayaModel(ZayaPreTrainedModel):
             use_cache = False
         if use_cache and cache is None:
             cache = ZayaCache(self.config)
-        flash = {name: kwargs.pop(name, None) for name in _FLASH_ARGUMENTS}  # of transformers' flattening collator
-        cu_seqlens = flash["cu_seq_lens_q"] if cu_seqlens is None else cu_seqlens
         layout = make_layout(self.config, inputs_embeds, attention_mask, position_ids, cu_seqlens, cache)
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, cu_seqlens, cache)
@@ -567,12 +587,11 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden, logits, loss = out.last_hidden_state[:, kept], None, None
-        if labels is not None and skip_logits:
-            loss = self._loss_without_logits(hidden, labels, num_items_in_batch)
-        else:
+        if labels is None or not skip_logits or not plain(self.lm_head):
             logits = self.lm_head(hidden)
-        if labels is not None and loss is None:
-            loss = self.loss_function(logits, labels, self.vocab_size, num_items_in_batch=num_items_in_batch)
+        if labels is not None:
+            loss = self._loss(hidden, logits, labels, num_items_in_batch)
+            logits = None if skip_logits else logits
         result = MoeCausalLMOutputWithPast(
             loss=loss,  # type: ignore[arg-type]
             logits=logits,
@@ -583,10 +602,14 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin):
         )
         return result if return_dict is not False else result.to_tuple()
 
-    def _loss_without_logits(self, hidden: torch.Tensor, labels: torch.Tensor, num_items) -> torch.Tensor:
+    def _loss(self, hidden: torch.Tensor, logits: torch.Tensor | None, labels: torch.Tensor, items) -> torch.Tensor:
+        """From the logits, or without storing them where there are none. 0 when no label counts, never 0 / 0."""
+        items = (labels[:, 1:] != -100).sum() if items is None else torch.as_tensor(items)
+        items = items.to(hidden.device).clamp(min=1)
+        if logits is not None:
+            return self.loss_function(logits, labels, self.vocab_size, num_items_in_batch=items)
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten().to(hidden.device)
-        total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets, self.lm_head.bias)
-        return total / ((targets != -100).sum() if num_items is None else num_items)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets, self.lm_head.bias) / items
 
     def count_parameters(self) -> tuple[int, int]:
         """Parameters in all, and active per token: all but E - 1 experts of each layer. Works on the meta device."""

@@ -29,6 +29,21 @@ def convolve(columns, depthwise, grouped, heads, depth=None):
     return out.view(heads, batch, length, size).permute(1, 2, 0, 3)
 
 
+def convolve_called(columns, depthwise, grouped, reach, depth=None):
+    """What `convolve` computes, [B, S, C], by calling the two convolutions, whatever modules stand in their places.
+
+    columns [B, reach + S, C]; depthwise, grouped: modules [B, C, S] -> [B, C, S - taps + 1]; depth as in `convolve`.
+    With documents every token gets its own window of reach + 1 columns, zero before its document.
+    """
+    if depth is None:
+        return grouped(depthwise(columns.transpose(1, 2))).transpose(1, 2)
+    batch, length = depth.shape
+    windows = columns.unfold(1, reach + 1, 1)  # [B, S, C, reach + 1]
+    back = torch.arange(reach, -1, -1, device=depth.device)
+    windows = windows.where((depth.unsqueeze(-1) >= back).unsqueeze(2), 0)
+    return grouped(depthwise(windows.flatten(0, 1))).view(batch, length, -1)
+
+
 def _depthwise(columns, weight, bias, depth, length):
     if depth is not None:  # columns before the call's first token are a document's past
         depth = F.pad(depth, (length - depth.shape[1], 0), value=columns.shape[1])

@@ -58,7 +58,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+            grad_hidden = (grad_hidden * grad_loss.view(1, 1)).to(grad_hidden.dtype)  # a product in fp32
         if grad_weight is not None:
             grad_weight = (grad_weight * grad_loss).to(ctx.dtypes[0])
         if grad_bias is not None:

@@ -29,7 +29,12 @@ def router_reference(u, prev_state, state_scale, norm_weight, fc1, fc2, out_weig
     h = norm_weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(u.dtype)
     h = F.gelu(F.linear(h, *fc1))
     h = F.gelu(F.linear(h, *fc2))
-    logits = F.linear(h, out_weight).float()
+    return choose(F.linear(h, out_weight), state, balancing_biases)
+
+
+def choose(logits, state, balancing_biases):
+    """logits [T, E + 1] and state [T, R] -> Routing: the class of each token and its probability."""
+    logits = logits.float()
     probs = logits.softmax(-1)
     expert_ids = (probs.detach() + balancing_biases).argmax(-1)
     return Routing(expert_ids, probs.gather(1, expert_ids.unsqueeze(1)).squeeze(1), state, logits)
