@@ -33,6 +33,9 @@ class BalanceCallback(TrainerCallback, ExportableState):
 
     (arXiv 2511.17127; its rate was never published). Give a fine-tuning run a tenth of the pretraining rate, or leave
     the callback out: then the biases stay as they are.
+
+    The moments travel with Trainer's checkpoints. The biases are buffers, which an adapter does not save: with peft
+    the routers have to be in `modules_to_save=["gate"]`, and training without raises UserError.
     """
 
     def __init__(self, learning_rate: float = 1e-4, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8):
@@ -46,14 +49,24 @@ class BalanceCallback(TrainerCallback, ExportableState):
         self.square: torch.Tensor | None = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._model(model).pop_expert_counts()
+        zaya = self._model(model)
+        zaya.pop_expert_counts()
+        saved = [n for n, _ in model.named_modules() if n.endswith("mlp.gate.modules_to_save")]
+        if getattr(model, "peft_config", None) and not saved:
+            raise UserError(
+                "BalanceCallback: an adapter does not save the balancing biases that this moves, so a reload would "
+                'choose other experts; give LoraConfig modules_to_save=["gate"], or leave the callback out'
+            )
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and isinstance(kept, dict):  # Trainer restores callbacks only where it is asked to
+            self._restore(kept["attributes"])
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         zaya = self._model(model)
         counts = zaya.pop_expert_counts()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(counts)
-        self.update([b for n, b in zaya.named_buffers() if n.endswith("balancing_biases")], counts)
+        self.update([layer.mlp.gate.balancing_biases for layer in zaya.layers], counts)
 
     @torch.no_grad()
     def update(self, biases: list[torch.Tensor], counts: torch.Tensor) -> None:
@@ -73,8 +86,10 @@ class BalanceCallback(TrainerCallback, ExportableState):
 
     @staticmethod
     def _model(model) -> Any:
+        from zaya.modeling_zaya import ZayaModel
+
         for module in model.modules():
-            if hasattr(module, "pop_expert_counts"):
+            if isinstance(module, ZayaModel):
                 return module
         raise UserError(
             "BalanceCallback: the model is not a ZAYA1 model of this package; import zaya before loading it"
@@ -89,7 +104,10 @@ class BalanceCallback(TrainerCallback, ExportableState):
     def from_state(cls, state: dict[str, Any]) -> "BalanceCallback":
         """The callback as `state` describes it."""
         callback = cls(**state["args"])
-        callback.steps = state["attributes"]["steps"]
-        for name, value in state["attributes"]["moments"].items():
-            setattr(callback, name, None if value is None else torch.tensor(value))
+        callback._restore(state["attributes"])
         return callback
+
+    def _restore(self, attributes: dict[str, Any]) -> None:
+        self.steps = attributes["steps"]
+        for name, value in attributes["moments"].items():
+            setattr(self, name, None if value is None else torch.tensor(value))

@@ -95,7 +95,7 @@ _HIDDEN = -1000.0  # an additive mask hides a key with -inf, the dtype's minimum
 
 
 def depth_from_mask(mask: torch.Tensor, position_ids: torch.Tensor | None, cache) -> torch.Tensor | None:
-    """[B, S] int64 tokens since the document's start, or None for one document, of a 4-D mask [B, 1 or H, S, past + S].
+    """[B, S] int64 tokens since the document's start, of a 4-D mask [B, 1 or H, S, past + S]; None for one document.
 
     A token that does not see the one before it starts a document (padding hides it as well). Bool masks are True, and
     additive ones above -1000, where a key is seen. Raises UserError where position_ids restart elsewhere, and for a
@@ -129,13 +129,15 @@ def _check_documents(seen: torch.Tensor, starts: torch.Tensor, position_ids: tor
     if position_ids is None:
         return
     restarts = F.pad(position_ids.expand(starts.shape).diff(dim=1) <= 0, (1, 0), value=True)
-    alone = starts & F.pad(starts[:, 1:], (0, 1), value=True)  # one token, or padding, which has no position
-    differs = ((restarts != starts) & ~alone).nonzero()
+    alone = starts & F.pad(starts[:, 1:], (0, 1), value=True)  # one token, or padding, whose position says nothing
+    unclear = alone | (starts & F.pad(alone[:, :-1], (1, 0), value=True))
+    differs = ((restarts != starts) & ~unclear).nonzero()
     if len(differs):
         row, token = differs[0].tolist()
+        mask_says, positions_say = "starts" if starts[row, token] else "goes on with", restarts[row, token]
         raise UserError(
-            f"attention_mask is 4-D and {'starts' if starts[row, token] else 'goes on with'} a document at token {token} "
-            f"of row {row}, where position_ids {'restart' if restarts[row, token] else 'go on'}; let both say the same"
+            f"attention_mask is 4-D and {mask_says} a document at token {token} of row {row}, where position_ids "
+            f"{'restart' if positions_say else 'go on'}; let both say the same"
         )
 
 

@@ -85,19 +85,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-@readable
-class CausalConv(nn.Conv1d):
-    """A convolution over columns [B, C, S] that are padded already; `zaya.kernels.cca` stops at document starts."""
-
-    def __init__(self, channels: int, kernel_size: int, groups: int):
-        super().__init__(channels, channels, kernel_size, groups=groups)
-
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight [channels, channels / groups, kernel_size] and bias [channels]."""
-        assert self.bias is not None
-        return self.weight, self.bias
-
-
 class ZayaCCA(nn.Module):
     """Queries, keys and values of compressed convolutional attention (arXiv 2510.04476, section 3).
 
@@ -120,8 +107,9 @@ class ZayaCCA(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_size, bias=bias)
         self.v_proj_current = nn.Linear(hidden, kv_size // 2, bias=bias)
         self.v_proj_delayed = nn.Linear(hidden, kv_size // 2, bias=bias)
-        self.conv_qk_depthwise = CausalConv(q_size + kv_size, config.cca_time0, groups=q_size + kv_size)
-        self.conv_qk_grouped = CausalConv(q_size + kv_size, config.cca_time1, groups=self.heads + self.groups)
+        c = q_size + kv_size
+        self.conv_qk_depthwise = nn.Conv1d(c, c, config.cca_time0, groups=c)
+        self.conv_qk_grouped = nn.Conv1d(c, c, config.cca_time1, groups=self.heads + self.groups)
         self.reach = config.cca_time0 + config.cca_time1 - 2  # columns before a token that its query and key read
 
     def forward(self, h: torch.Tensor, layout: Layout, cache=None):
@@ -161,7 +149,8 @@ class ZayaCCA(nn.Module):
     def _convolve(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
         depthwise, grouped, heads = self.conv_qk_depthwise, self.conv_qk_grouped, self.heads + self.groups
         if plain(depthwise, grouped):
-            return convolve(columns, depthwise.parts(), grouped.parts(), heads, depth)
+            weights = (depthwise.weight, depthwise.bias), (grouped.weight, grouped.bias)
+            return convolve(columns, *weights, heads, depth)
         return convolve_called(columns, depthwise, grouped, self.reach, depth).unflatten(-1, (heads, self.head_dim))
 
     def _first_delayed(self, like: torch.Tensor) -> torch.Tensor:
@@ -172,6 +161,7 @@ class ZayaCCA(nn.Module):
         return first if self.v_proj_delayed.bias is None else first + self.v_proj_delayed.bias
 
 
+@readable
 class ZayaQKNorm(nn.Module):
     """Queries and keys at length sqrt(d); keys times a learned temperature per key/value head."""
 
@@ -276,7 +266,8 @@ class ZayaRouter(nn.Module):
         mlp, backend = self.router_mlp, self.config.kernels
         if not plain(mlp, mlp.norm, mlp.fc1, mlp.fc2, mlp.out_proj):
             u = self.down_proj(h)
-            u = u if state is None else u + state * self.router_states_scale
+            if state is not None and self.router_states_scale is not None:
+                u = u + state * self.router_states_scale
             return choose(mlp(u), u, self.balancing_biases)
         weights = (
             mlp.norm.weight,
@@ -338,6 +329,7 @@ class ZayaMoE(nn.Module):
         return y.view_as(h), routing
 
 
+@readable
 class ZayaResidualScaling(nn.Module):
     """(h + b) * s + (r + b') * s': the branch h joins the fp32 residual stream r."""
 

@@ -9,7 +9,7 @@ from torch import nn
 
 # where nn.Module keeps what runs around its forward
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_KINDS: set[type] = {nn.Linear}
+_KINDS: set[type] = {nn.Linear, nn.Conv1d}
 
 
 def readable(kind: type[nn.Module]) -> type[nn.Module]:
@@ -19,8 +19,8 @@ def readable(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def plain(*modules: nn.Module) -> bool:
-    """Whether every module is exactly nn.Linear or a `readable` class, with nothing around its forward, and its
-    parameters are tensors of its own on a device.
+    """Whether every module is exactly nn.Linear, nn.Conv1d or a `readable` class, with nothing around its forward, and
+    its parameters are its own, on a device.
 
     Where it is False, call the module: what it computes is not what its `weight` and `bias` say.
     """

@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
 import zaya
 from tests.zaya.support import Stock, make, mixed_config, tokens
@@ -86,3 +88,69 @@ def test_the_callback_balances_and_names_what_is_wrong():
         callback.on_step_end(None, None, None, model=torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match="learning_rate"):
         zaya.BalanceCallback(learning_rate=0)
+
+
+def rows(count: int = 32) -> list[dict]:
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randint(3, 256, (24,), generator=generator).tolist() for _ in range(count)]
+    return [{"input_ids": r, "labels": r} for r in made]
+
+
+def trainer(model, out, callback, **options):
+    settings = {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "save_strategy": "no"}
+    arguments = TrainingArguments(
+        output_dir=str(out), report_to=[], use_cpu=True, disable_tqdm=True, remove_unused_columns=False, seed=0,
+        **settings | options,
+    )  # fmt: skip
+    return Trainer(model=model, args=arguments, train_dataset=rows(), callbacks=[callback])
+
+
+def biases(model) -> torch.Tensor:
+    return torch.stack([layer.mlp.gate.balancing_biases for layer in model.model.layers])
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_resumed_run_has_the_biases_of_one_that_never_stopped(tmp_path, restore):
+    """With Trainer's own restoring of callbacks, which is off by default, and without it."""
+    models = []
+    for name, resume in (("whole", None), ("resumed", tmp_path / "whole" / "checkpoint-4")):
+        models.append(make())
+        options = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": restore}
+        run = trainer(models[-1], tmp_path / name, zaya.BalanceCallback(learning_rate=1e-2), **options)
+        run.train(resume_from_checkpoint=None if resume is None else str(resume))
+    assert (biases(models[0]) - biases(make())).abs().max() > 1e-3
+    for (name, a), b in zip(models[0].state_dict().items(), models[1].state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+LORA = {"target_modules": ["q_proj", "o_proj"], "target_parameters": ["experts.down_proj"], "r": 4}
+
+
+def test_an_adapter_that_would_lose_the_biases_is_refused_before_the_first_step(tmp_path):
+    model = peft.get_peft_model(make(), peft.LoraConfig(**LORA))
+    with pytest.raises(UserError, match=r"modules_to_save=\[\"gate\"\]"):
+        trainer(model, tmp_path, zaya.BalanceCallback()).train()
+
+
+def test_an_adapter_with_the_routers_carries_the_biases(tmp_path):
+    make().save_pretrained(tmp_path / "base")
+    load = lambda: zaya.ZayaForCausalLM.from_pretrained(tmp_path / "base")
+    model, before = peft.get_peft_model(load(), peft.LoraConfig(**LORA, modules_to_save=["gate"])), biases(load())
+    run = trainer(model, tmp_path / "run", zaya.BalanceCallback(learning_rate=1e-2))
+    run.train()
+    moved = biases(model.base_model.model)
+    assert (moved - before).abs().max() > 1e-2
+    ids = tokens(load(), 2, 24)
+    with torch.no_grad():
+        want = model.eval()(ids).logits
+        zaya.pin_skip_bias(model)
+        assert torch.equal(biases(model.base_model.model)[:, -1], torch.full((3,), -1.0))
+        run.save_model(tmp_path / "adapter")
+        again = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter").eval()
+        torch.testing.assert_close(again(ids).logits, want, atol=1e-6, rtol=0)
+        torch.testing.assert_close(biases(again.base_model.model), biases(model.base_model.model), atol=0, rtol=0)
+        merged = again.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, want, atol=1e-5, rtol=0)
+        merged.save_pretrained(tmp_path / "merged")
+        stock = Stock.from_pretrained(tmp_path / "merged")  # resets the skip bias to -1, where it is
+        torch.testing.assert_close(stock(ids).logits, want, atol=1e-5, rtol=0)
