@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
 from zaya.errors import CheckFailed, UserError
-from zaya.files import check_target, read_json_lines, sha256_file, stage_dir
+from zaya.files import check_target, read_json_lines, stage_dir
 from zaya.folder import loading, read_config
+from zaya.text import text_only
+from zaya.weights import weight_files, weights_sha256
 
 CHILD = Path(__file__).with_name("_stock_child.py")
 
@@ -44,7 +46,7 @@ def read_prompts(folder: Path, text: Path | None, count: int, length: int) -> li
     if not all(isinstance(t, str) for t in texts):
         raise UserError(f"{source}: a field `text` is not text; {make}")
     with loading(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = text_only(AutoTokenizer.from_pretrained(folder))
     ids = [tokenizer(t[: 20 * length], verbose=False)["input_ids"] for t in texts if t.strip()]
     if not ids:
         raise UserError(f"{source}: holds no text to probe with")
@@ -151,7 +153,7 @@ def why_stock_differs(folder: Path) -> str:
 
 def load_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in a folder's safetensors files."""
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         yield from load_file(file).items()
 
 
@@ -168,7 +170,7 @@ def write_result(folder: Path, out: Path, report: dict[str, Any], began: datetim
     """The report as a result file in the stage folder `out`."""
     from zaya.results import Metric, Result, digest, provenance, save
 
-    sha = sha256_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else None
+    sha = weights_sha256(folder)
     settings = {"atol": report["atol"], "against": report["stock_class"], "dtype": "float32"}
     result = Result(
         kind="verify",

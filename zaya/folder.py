@@ -8,6 +8,7 @@ from typing import Any
 
 from zaya.errors import CheckFailed, UserError
 from zaya.files import read_json, read_object
+from zaya.weights import stored_tensors
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _REPORTS = "transformers.modeling_utils"  # where from_pretrained tells of missing and surplus weights
@@ -24,31 +25,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: not a model folder (no config.json); make one with `zaya export`")
     config = read_object(folder / "config.json", "model config")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder}: holds no weights (*.safetensors); export the model again")
+    stored_tensors(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{folder}: holds no tokenizer (tokenizer.json); export the model again, with its tokenizer")
     for name in ("model_type", "architectures"):
         if not config.get(name):
             raise UserError(f"{folder / 'config.json'}: field {name} is missing; export the model again")
-    for file in files:
-        _check_weights(file)
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
         if file.is_file():
             read_json(file, "tokenizer")
     return config
-
-
-def _check_weights(file: Path) -> None:
-    """Read a file's header, which says how long the file is."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="np"):  # not "pt": torch takes seconds to import
-            pass
-    except SafetensorError as e:
-        raise UserError(f"{file}: damaged or cut short ({e}); export the model again, or copy it again") from None
 
 
 class _Missing(logging.Handler):

@@ -16,6 +16,7 @@ import torch
 from zaya.errors import CheckFailed, UserError
 from zaya.eval.latency.server import request
 from zaya.folder import loading
+from zaya.text import text_only
 
 ATOL_NATS = 1e-4
 LONGEST = 160  # tokens of the longest probe
@@ -72,7 +73,7 @@ def load_reference(folder: Path) -> tuple[Any, Any]:
     disable_progress_bar()
     with loading(folder):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return model, AutoTokenizer.from_pretrained(folder)
+        return model, text_only(AutoTokenizer.from_pretrained(folder))
 
 
 def ask(url: str, name: str, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], list[float]]:

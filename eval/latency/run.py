@@ -9,9 +9,10 @@ from typing import Any
 from zaya.errors import UserError
 from zaya.eval.latency import bench, parity
 from zaya.eval.latency.server import Options, Server, serve_folder
-from zaya.files import sha256_file, sha256_json, stage_dir, write_json
+from zaya.files import stage_dir, write_json
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
+from zaya.weights import weights_sha256
 
 
 def measure(
@@ -64,12 +65,6 @@ def _settings(server: Server) -> dict[str, Any]:
     }
 
 
-def weights_digest(folder: Path) -> str:
-    """One digest of a folder's weights: of the file, or of the digests of its shards."""
-    files = sorted(folder.glob("*.safetensors"))
-    return sha256_file(files[0]) if len(files) == 1 else sha256_json({f.name: sha256_file(f) for f in files})
-
-
 def parity_result(report: parity.Parity, settings: dict[str, Any]) -> dict[str, Any]:
     """Name, metrics and settings of a comparison."""
     metrics = [
@@ -100,7 +95,7 @@ def build(
     for load, report in zip(loads, reports, strict=False):
         about = settings | {k: v for k, v in asdict(load).items() if k != "seed"}
         found.append({"name": "serving", "metrics": bench.metrics(load, report), "settings": about})
-    sha, made = weights_digest(folder), provenance(began, loads[0].seed if loads else None)
+    sha, made = weights_sha256(folder), provenance(began, loads[0].seed if loads else None)
     return [Result(kind="latency", subject=name, subject_sha256=sha, provenance=made, **f) for f in found]
 
 

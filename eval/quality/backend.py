@@ -20,6 +20,7 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from zaya.errors import CheckFailed, UserError
 from zaya.eval.quality.suite import Text
 from zaya.folder import loading
+from zaya.text import text_only
 
 log = logging.getLogger(__name__)
 EXTRA_ROWS = 1024  # assumed: no vocabulary is padded by more; a larger gap is a tokenizer of another model
@@ -95,6 +96,11 @@ class _Checked:
 class CheckedHF(_Checked, HFLM):
     """A model folder in this process."""
 
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        """<bos> and the text's ids. lm-eval's own leaves <bos> out where the text begins with those characters."""
+        add = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        return super().tok_encode(string, add_special_tokens=add, **kwargs)
+
 
 class CheckedServer(_Checked, LocalCompletionsAPI):
     """A model behind an OpenAI completions server."""
@@ -138,6 +144,7 @@ def build(
     else:
         lm, about = _served(folder, config, backend, batch_size, bos)
     lm.texts = texts
+    text_only(lm.tokenizer)
     return lm, {**about, "bos": bos, "batch_size": batch_size, "max_length": lm.max_length}
 
 

@@ -14,20 +14,14 @@ from typing import Any
 
 from zaya.errors import CheckFailed, UserError
 from zaya.eval.quality.suite import Choice, Rendered, Suite, load_suite, render
-from zaya.files import check_target, sha256_file, sha256_json, stage_dir, write_text
+from zaya.files import check_target, stage_dir, write_text
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
+from zaya.weights import weights_sha256
 
 log = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16")
 SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
-
-
-def weights_sha256(folder: Path) -> str:
-    """Digest of the weights: of the one safetensors file, or of the digests of several by name."""
-    read_config(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    return sha256_file(files[0]) if len(files) == 1 else sha256_json({f.name: sha256_file(f) for f in files})
 
 
 def bits_per_byte(nats: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
@@ -71,6 +65,7 @@ def score(
         raise UserError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
     if out is not None:
         check_target(out, "scores")
+    read_config(folder)
     weights = weights_sha256(folder)
     with _quiet(), tempfile.TemporaryDirectory(prefix="zaya-eval-") as scratch:
         rendered = render(chosen, Path(scratch), data, heldout, limit)

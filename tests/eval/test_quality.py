@@ -20,8 +20,9 @@ from zaya.eval.quality import run, sources, suite
 from zaya.eval.quality.backend import windows
 from zaya.eval.quality.run import bits_per_byte, score
 from zaya.eval.quality.sources import DATASETS, read_rows, write_data
-from zaya.files import read_json, read_manifest, sha256_file
+from zaya.files import read_json, read_manifest
 from zaya.results import load_all
+from zaya.weights import weights_sha256
 
 LIMIT = 4
 
@@ -150,7 +151,7 @@ def test_results_say_what_made_them(folder, scored):
     assert {r.name for r in results} == {"hellaswag", "piqa", "arc_easy", "heldout_python"}
     for r in results:
         assert (r.kind, r.subject) == ("quality", "tiny")
-        assert r.subject_sha256 == sha256_file(folder / "model.safetensors")
+        assert r.subject_sha256 == weights_sha256(folder)
         assert r.settings["class"] == "ZayaForCausalLM"
         assert (r.settings["bos"], r.settings["max_length"], r.settings["shots"]) == (True, 1024, 0)
         assert r.settings["truncated_requests"] == 0
@@ -314,6 +315,8 @@ def test_a_prompt_with_a_second_bos_stops_the_run(folder, heldout, monkeypatch):
     )
     one = {"name": "one", "choices": [{"name": "piqa", "include": "piqa/piqa.yaml", "data": "piqa", "primary": "acc"}]}
     monkeypatch.setattr(run, "load_suite", lambda name: suite.Suite.model_validate(one))
+    assert score(folder, limit=1, heldout=heldout)  # written in a text it is text
+    monkeypatch.setattr("zaya.eval.quality.backend.text_only", lambda tokenizer: tokenizer)
     with pytest.raises(CheckFailed, match="exactly one <bos>"):
         score(folder, limit=1, heldout=heldout)
 

@@ -12,10 +12,10 @@ from tests.training.conftest import write_text_files
 from zaya.errors import UserError
 from zaya.files import manifest_digest
 from zaya.shards import TokenShards, write_index, write_split
-from zaya.training.data.corpus import collect
+from zaya.training.data.corpus import Document, collect
 from zaya.training.data.loader import Loader, heldout_batch, permute
 from zaya.training.data.ngram import cross_entropies
-from zaya.training.data.tokenize import tokenize
+from zaya.training.data.tokenize import encode, tokenize, train_tokenizer
 from zaya.training.recipe import Corpus, load_recipe
 
 
@@ -179,3 +179,14 @@ def test_a_full_disk_is_refused_before_writing(tmp_path, tiny, monkeypatch):
     with pytest.raises(UserError, match="GB are free"):
         tokenize(load_recipe(tiny), tmp_path / "out")
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_text_that_looks_like_a_special_token_stays_text():
+    text = 'html = "<pad>"  # <eos> ends and <bos> begins a document\n'
+    documents = [Document("a.py", text), *(Document(f"{i}.py", f"x{i} = {i}\n" * 9) for i in range(9))]
+    tokenizer = train_tokenizer(documents, 300, 64)
+    assert tokenizer(text)["input_ids"].count(2) == 1  # transformers' own reading, which chat templates need
+    ids = next(encode(tokenizer, documents, 300, "train")).tolist()
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert not {0, 1, 2} & set(ids[1:-1])
+    assert tokenizer.decode(ids[1:-1]) == text

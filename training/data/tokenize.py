@@ -13,6 +13,7 @@ from zaya.errors import UserError
 from zaya.files import check_target, require_free_space, sha256_json, stage_dir, write_json, write_text
 from zaya.results import provenance
 from zaya.shards import TokenShards, token_dtype, write_index, write_split
+from zaya.text import text_only
 from zaya.training.data import ngram
 from zaya.training.data.corpus import Document, collect
 from zaya.training.progress import progress
@@ -62,8 +63,8 @@ def train_tokenizer(documents: list[Document], vocab_size: int, model_max_length
 
 
 def encode(tokenizer, documents: list[Document], vocab_size: int, what: str) -> Iterator[np.ndarray]:
-    """Ids of each document, <bos> first and <eos> last."""
-    backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
+    """Ids of each document, <bos> first and <eos> last. Text that looks like a special token is text."""
+    backend, eos = text_only(tokenizer).backend_tokenizer, tokenizer.eos_token_id
     dtype = np.dtype(token_dtype(vocab_size))
     starts = range(0, len(documents), BATCH)
     for start in progress(starts, total=len(starts), what=f"tokenizing {what}", unit="batch"):
