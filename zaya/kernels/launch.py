@@ -1,6 +1,7 @@
 """Launching kernels with little work on the host: at a few thousand tokens that work is what a user waits for."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from zaya.errors import UserError
 
 HIP = torch.version.hip is not None
 
@@ -62,6 +65,19 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager:
     if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+def ready(x: Tensor, kernel: Any) -> contextlib.AbstractContextManager:
+    """`on_device`; raises UserError for a tensor that is on no GPU, unless `kernel` is interpreted."""
+    if not (x.is_cuda or isinstance(kernel, InterpretedFunction)):
+        raise UserError(f"kernels: no Triton kernel runs on {x.device.type}; use 'auto' or 'reference' (ZAYA_KERNELS)")
+    return on_device(x)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 7
 
 
 def watched(*tensors: Tensor) -> bool:

@@ -245,10 +245,46 @@ ROUTER: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
 
 def router_tile(kernel: str, backend: str, tokens: int, width: int) -> RouterTile:
     """The tile of `kernel` for `tokens` tokens and router width `width`."""
-    return _narrowed(next(tile for limit, tile in ROUTER[kernel, backend] if tokens <= limit), width)
+    return _narrowed(tile_for(ROUTER[kernel, backend], tokens), width)
 
 
 @functools.cache
 def _narrowed(tile: RouterTile, width: int) -> RouterTile:
     shrink = {k: min(v, width) for k, v in tile.blocks.items() if k in ("BC", "BM", "BN") and width}
     return replace(tile, blocks=tile.blocks | shrink)
+
+
+def tile_for(rows: tuple[tuple[float, RouterTile], ...], tokens: int) -> RouterTile:
+    """The first of (largest T, tile), … that takes `tokens`."""
+    return next(tile for limit, tile in rows if tokens <= limit)
+
+
+# --------------------------------------------------------------------------------------------------- residual_norm
+
+# `splits` is how many programs of the backward kernel share a multiprocessor
+RESIDUAL_NORM: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
+    ("fwd", "cuda"): ((math.inf, _cuda(8, 1, BT=1)),),
+    ("fwd", "hip"): ((math.inf, RouterTile({"BT": 1}, {"num_warps": 4, "num_stages": 1})),),
+    ("bwd", "cuda"): ((math.inf, _cuda(8, 1, splits=4, BT=1)),),
+    ("bwd", "hip"): ((math.inf, RouterTile({"BT": 1}, {"num_warps": 4, "num_stages": 1}, splits=4)),),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- cca
+
+CCA_VECTOR_TOKENS = 32  # up to here a decode step takes one token at a time
+
+CCA: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
+    ("fwd", "cuda"): ((math.inf, _cuda(8, 2, BT=64)),),
+    ("fwd", "hip"): ((math.inf, _hip(8, 1, BT=32)),),
+    ("step", "cuda"): ((math.inf, _cuda(8, 1, BT=16)),),
+    ("step", "hip"): ((math.inf, _hip(4, 2, BT=16)),),
+    ("vector", "cuda"): ((CCA_VECTOR_TOKENS, _cuda(8, 1)),),
+    ("vector", "hip"): ((CCA_VECTOR_TOKENS, RouterTile({}, {"num_warps": 8, "num_stages": 1})),),
+    ("bwd_dy", "cuda"): ((math.inf, _cuda(8, 1, BT=64)),),
+    ("bwd_dy", "hip"): ((math.inf, _hip(8, 1, BT=32)),),
+    ("bwd_dx", "cuda"): ((math.inf, _cuda(8, 2, BT=64)),),
+    ("bwd_dx", "hip"): ((math.inf, _hip(8, 2, BT=32)),),
+    ("bwd_dw", "cuda"): ((math.inf, _cuda(8, 2, splits=20, BT=64)),),
+    ("bwd_dw", "hip"): ((math.inf, _hip(8, 2, splits=30, BT=32)),),
+}

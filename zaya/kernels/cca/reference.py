@@ -1,4 +1,10 @@
-"""The convolutions of compressed convolutional attention (arXiv 2510.04476), in plain torch.
+"""Compressed convolutional attention (arXiv 2510.04476, section 3) from its projections on, in plain torch.
+
+    (q', k') = grouped(depthwise(q || k))     two causal convolutions with nothing between them
+    query = norm(q' + (q + repeat(k)) / 2),  key = norm(k' + mean of (q + repeat(k)) / 2 over a group's heads)
+    value_t = v_current_t || v_delayed_{t-1}
+
+Norm is to length sqrt(d), keys times a temperature; then the first channels rotate (RoFormer, arXiv 2104.09864).
 
     z_t = b0 + sum_j w0[j] * x_{t-j}                 depthwise, k0 taps
     y_t = b1 + sum_j W1[j] z_{t-j}                   grouped, one group per head, k1 taps
@@ -8,6 +14,60 @@ x is zero before a document's first token, so z is b0 there: the grouped convolu
 
 import torch
 import torch.nn.functional as F
+
+
+def cca_reference(qkv, depthwise, grouped, temp, rope, first=None, state=None, depth=None):
+    """qkv [B, S, (H + 2 G) d] -> query [B, S, H, d], key and value [B, S, G, d], all in qkv's dtype.
+
+    qkv: the projections side by side: q [H d], k [G d], v_current [G d / 2], v_delayed [G d / 2]. depthwise, grouped:
+    as in `convolve`. temp [G]. rope: (cos, sin) [B or 1, S, rotated / 2] fp32. first: the delayed value of a
+    document's first token, [G d / 2], or None for zero. state: (columns [B, k0 + k1 - 2, C], delayed [B, 1, G d / 2])
+    of the tokens before, or None at the start. depth: [B, S] tokens since the document's start, or None for one
+    document.
+    """
+    groups, size = temp.shape[0], grouped[0].shape[1]
+    channels = grouped[0].shape[0]
+    columns, current, delayed = qkv.split([channels, groups * size // 2, groups * size // 2], dim=-1)
+    q, k = columns.split([channels - groups * size, groups * size], dim=-1)
+    reach = depthwise[0].shape[2] + grouped[0].shape[2] - 2
+    columns = F.pad(columns, (0, 0, reach, 0)) if state is None else torch.cat([state[0], columns], dim=1)
+    heads = channels // size
+    mixed = convolve(columns, depthwise, grouped, heads, depth)
+    mean_q, mean_k = means(q, k, groups, size)
+    query, key = normalise(mixed[:, :, : heads - groups] + mean_q, mixed[:, :, heads - groups :] + mean_k, temp)
+    start = delayed.new_zeros(delayed.shape[0], 1, delayed.shape[2])
+    start = start if first is None else start + first
+    late = late_values(delayed, start, start if state is None else state[1], depth)
+    value = torch.cat([current, late], dim=-1).unflatten(-1, (groups, size))
+    return rotate(query, *rope).to(qkv.dtype), rotate(key, *rope).to(qkv.dtype), value
+
+
+def means(q, k, groups, size):
+    """q [B, S, H d], k [B, S, G d] -> what queries [B, S, H, d] and keys [B, S, G, d] get past the convolutions."""
+    mean_q = (q.unflatten(-1, (groups, -1, size)) + k.unflatten(-1, (groups, 1, size))) * 0.5
+    return mean_q.flatten(2, 3), mean_q.mean(dim=3)
+
+
+def normalise(query, key, temp):
+    """query [B, S, H, d], key [B, S, G, d] -> both at length sqrt(d), keys times temp [G], in fp32."""
+    eps, length = torch.finfo(query.dtype).eps, query.shape[-1] ** 0.5
+    query, key = query.float(), key.float()
+    query = query * (length / query.norm(dim=-1, keepdim=True).clamp_min(eps))
+    return query, key * (length * temp.float().unsqueeze(-1) / key.norm(dim=-1, keepdim=True).clamp_min(eps))
+
+
+def rotate(x, cos, sin):
+    """Rotate the first channels of x [B, S, heads, d], in halves, by cos and sin [B, S, rotated / 2]."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+def late_values(delayed, start, before, depth):
+    """delayed [B, S, W] one token later: `before` [B, 1, W] comes first, and `start` where a document starts."""
+    late = torch.cat([before, delayed[:, :-1]], dim=1)
+    return late if depth is None else late.where((depth > 0).unsqueeze(-1), start)
 
 
 def convolve(columns, depthwise, grouped, heads, depth=None):
@@ -45,8 +105,9 @@ def convolve_called(columns, depthwise, grouped, reach, depth=None):
 
 
 def _depthwise(columns, weight, bias, depth, length):
-    if depth is not None:  # columns before the call's first token are a document's past
-        depth = F.pad(depth, (length - depth.shape[1], 0), value=columns.shape[1])
+    if depth is not None:  # the columns before the call count down from its first token
+        back = torch.arange(depth.shape[1] - length, 0, device=depth.device)
+        depth = torch.cat([depth[:, :1] + back, depth], dim=1)
     out, taps = bias.float(), weight.shape[2]
     for j in range(taps):
         out = out + _within(columns[:, j : j + length], depth, taps - 1 - j, 0) * weight[:, 0, j].float()
@@ -56,3 +117,25 @@ def _depthwise(columns, weight, bias, depth, length):
 def _within(seen, depth, back, before):
     """seen [B, S, C]: what lies `back` tokens before each token; `before` where that is another document."""
     return seen if depth is None or back == 0 else torch.where((depth >= back).unsqueeze(-1), seen, before)
+
+
+def halo_gradients(dy, columns, w0, matrix, depth):
+    """What the two columns before a call take part in beyond the call's own tokens, for two convolutions of two taps.
+
+    dy [B, S, C]: gradient of the convolutions' output; columns [B, 2, C]; w0 [C, 1, 2]; matrix [heads, 2, d, d] (head,
+    tap, in, out). Returns the gradient of the columns, and shares of the depthwise weight [C, 1, 2] and bias [C], fp32.
+    """
+    heads, size = matrix.shape[0], matrix.shape[2]
+    reached = torch.full_like(dy[:, :2, 0], 2, dtype=torch.int64) if depth is None else depth[:, :2]
+    first = [dy[:, i].float() if i < dy.shape[1] else dy.new_zeros(dy.shape[0], dy.shape[2]).float() for i in (0, 1)]
+    back, now = (matrix[:, i].float() for i in (0, 1))
+    through = lambda d, w: torch.einsum("bhn,hkn->bhk", d.view(-1, heads, size), w).flatten(1)
+    within = lambda i, least: (reached[:, min(i, reached.shape[1] - 1), None] >= least).float()
+    dz_before = through(first[0], back) * within(0, 1)
+    dz = through(first[0], now) + through(first[1], back) * within(1, 1)
+    w_back, w_now = w0[:, 0, 0].float(), w0[:, 0, 1].float()
+    newest = w_now * dz_before + w_back * dz * within(0, 1)
+    oldest = w_back * dz_before * within(0, 2)
+    x = columns.float()
+    dw0 = torch.stack([(dz_before * x[:, 0] * within(0, 2)).sum(0), (dz_before * x[:, 1]).sum(0)], dim=1).unsqueeze(1)
+    return torch.stack([oldest, newest], dim=1).to(columns.dtype), dw0, dz_before.sum(0)

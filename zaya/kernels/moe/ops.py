@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
 from zaya.kernels import log_once, tiles
-from zaya.kernels.launch import Launch, eager, on_device
+from zaya.kernels.launch import Launch, eager, on_device, processors
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
 
@@ -50,12 +50,7 @@ def unsupported(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> str | Non
 def _grid(table: tiles.MoeTiles, tile: tiles.Tile, tile_count: int, x: Tensor) -> tuple[int]:
     if not table.persistent:
         return (max(tile_count, 1),)
-    return (max(min(tile_count, _processors(x.device) * tile.per_sm), 1),)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 7
+    return (max(min(tile_count, processors(x.device) * tile.per_sm), 1),)
 
 
 def _operand(table: tiles.MoeTiles, t: Tensor, block: list[int]) -> Any:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zaya.errors import UserError
-from zaya.kernels.launch import Launch, eager, on_device
+from zaya.kernels.launch import Launch, eager, ready
 from zaya.kernels.router import decode
 from zaya.kernels.router import triton as kernels
 from zaya.kernels.tiles import (
@@ -41,13 +40,6 @@ def unsupported(x: Tensor, out_weight: Tensor) -> str | None:
 
 def _padded(classes: int) -> int:
     return max(16, 1 << (classes - 1).bit_length())
-
-
-def _device(x: Tensor):
-    """`on_device`; raises UserError for a tensor that is on no GPU."""
-    if not (x.is_cuda or kernels.INTERPRET.value):
-        raise UserError(f"kernels: no Triton kernel runs on {x.device.type}; use 'auto' or 'reference' (ZAYA_KERNELS)")
-    return on_device(x)
 
 
 @functools.cache
@@ -99,7 +91,7 @@ def _choose(u, prev_state, state_scale, norm_weight, mlp, eps, ids, weights, sta
         kernels.router_fwd_kernel, tile, R=width, C=classes, C_PAD=_padded(classes),
         HAS_PREV=prev_state is not None, COUNT=counts is not None,
     )  # fmt: skip
-    with _device(u):
+    with ready(u, kernels.router_fwd_kernel):
         launch(
             (-(-tokens // tile.blocks["BT"]),), u, prev, _or(state_scale, norm_weight), norm_weight,
             *(w.contiguous() for w in mlp), state, ids, weights, _or(counts, ids), tokens, eps, u.stride(0),
@@ -160,7 +152,7 @@ def _gradients(
     sizes = {"R": width, "C_PAD": pad}
     outer_launch = _launch(kernels.router_bwd_outer_kernel, outer, C=classes, **sizes)
     inner_launch = _launch(kernels.router_bwd_inner_kernel, inner, HAS_PREV=prev_state is not None, **sizes)
-    with _device(state):
+    with ready(state, kernels.router_fwd_kernel):
         outer_launch(
             (blocks,), dweights.contiguous(), state, ids, norm_weight, w1, b1, w2, b2, w3, acts, grads, sums, tokens,
             eps,
@@ -273,7 +265,7 @@ def _from_hidden(
     mlp = tuple(w.contiguous() for w in (w1, b1, w2, b2, w3, balance))
     outputs = _decode_outputs(x, down_weight.shape[0])
     run = _decode_vectors if x.shape[0] <= ROUTER_VECTOR_TOKENS else _decode_blocks
-    with _device(x):
+    with ready(x, kernels.router_fwd_kernel):
         run(x, down_weight.contiguous(), down_bias, prev, state_scale, norm_weight, mlp, eps, outputs)
     return outputs
 
