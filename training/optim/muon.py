@@ -12,21 +12,9 @@ from collections import defaultdict
 
 import torch
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7
-CHUNK_BYTES = 1 << 20  # a stack and its Gram matrices should stay in cache
+from zaya.kernels.newton_schulz import newton_schulz
 
-
-def orthogonalize(matrices: torch.Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Newton-Schulz on a stack: matrices [N, m, n] with m <= n -> [N, m, n] of `dtype`, singular values about 1."""
-    a, b, c = COEFFICIENTS
-    x = matrices.to(dtype)
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 29}  # a CPU's cache should hold a stack and its Gram matrices
 
 
 def as_matrices(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -73,12 +61,12 @@ class Muon(torch.optim.Optimizer):
         return p.grad.lerp(state["momentum"], group["momentum"])
 
     def _apply(self, entries: list[tuple[torch.Tensor, torch.Tensor, float]], scale: float) -> None:
-        """Orthogonalise updates of one shape in cache-sized batches and subtract them."""
+        """Orthogonalise updates of one shape in batches and subtract them."""
         targets = [t for target, _, _ in entries for t in target.unbind()]
         rates = [lr for target, _, lr in entries for _ in range(len(target))]
         updates = torch.cat([update for _, update, _ in entries]) if len(entries) > 1 else entries[0][1]
-        size = max(1, CHUNK_BYTES // (updates[0].numel() * self.ns_dtype.itemsize))
+        size = max(1, CHUNK_BYTES[updates.device.type] // (updates[0].numel() * self.ns_dtype.itemsize))
         for start in range(0, len(targets), size):
-            chunk = orthogonalize(updates[start : start + size], self.ns_steps, self.ns_dtype)
+            chunk = newton_schulz(updates[start : start + size], self.ns_steps, dtype=self.ns_dtype)
             for target, update, lr in zip(targets[start:], chunk.unbind(), rates[start:], strict=False):
                 target.add_(update, alpha=-lr * scale)

@@ -288,3 +288,85 @@ CCA: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
     ("bwd_dw", "cuda"): ((math.inf, _cuda(8, 2, splits=20, BT=64)),),
     ("bwd_dw", "hip"): ((math.inf, _hip(8, 2, splits=30, BT=32)),),
 }
+
+
+# ------------------------------------------------------------------------------------------------------------ head
+
+
+@dataclass(frozen=True, eq=False)
+class HeadTile:
+    """`linear_cross_entropy`: blocks of tokens whose logits fill at most `logits_bytes`, in fp32 if `wide`.
+
+    The softmax kernel takes `block` logits of a row at a time, `stages` of them in flight, with `per_sm` programs to a
+    multiprocessor that take one row after the other, or a program per row if 0. The weight's gradient is added up by
+    the library if `library` (and if it can), else by the kernel with `dw`, through tensor descriptors if `tma`.
+    """
+
+    logits_bytes: int
+    block: int
+    warps: int
+    stages: int
+    per_sm: int
+    library: bool
+    tma: bool
+    dw: Tile
+    wide: bool = False
+
+
+HEAD: dict[str, HeadTile] = {
+    "cuda": HeadTile(
+        1_500_000_000, 8192, 16, 1, 0, True, True, Tile(128, 256, 64, 8, 3, group=8, split=2, flatten=True)
+    ),
+    "hip": HeadTile(1_500_000_000, 8192, 16, 1, 0, False, False, Tile(256, 128, 64, 8, 2, options=_AMD)),
+    "interpreter": HeadTile(2**16, 64, 4, 1, 2, False, True, Tile(16, 32, 16, 4, 2, group=2, split=2)),
+}
+
+# --------------------------------------------------------------------------------------------------- newton_schulz
+
+
+@dataclass(frozen=True, eq=False)
+class NewtonSchulzTiles:
+    """`newton_schulz` on matrices [m, n], m <= n, of at most `elements` elements of X X^T in the whole stack.
+
+    `gram` is the tile of the two symmetric products, whose BN is BM or 2 BM; `update` of the third. With `tma`,
+    operands are read through tensor descriptors; `persistent`: one program per multiprocessor. `library`: torch's
+    products are faster at this size and run instead.
+    """
+
+    elements: float
+    tma: bool
+    persistent: bool
+    gram: Tile
+    update: Tile
+    library: bool = False
+
+
+NEWTON_SCHULZ: dict[str, tuple[NewtonSchulzTiles, ...]] = {
+    "cuda": (
+        NewtonSchulzTiles(
+            2**22, True, True, gram=Tile(64, 64, 64, 4, 4, per_sm=2), update=Tile(64, 128, 64, 4, 4, per_sm=2)
+        ),
+        NewtonSchulzTiles(
+            math.inf, True, True,
+            gram=Tile(128, 256, 64, 8, 3, split=2, flatten=True),
+            update=Tile(128, 256, 64, 8, 3, group=8, split=2, flatten=True),
+        ),
+    ),
+    "hip": (
+        NewtonSchulzTiles(2**22, False, False, gram=_HIP_SMALL, update=_HIP_SMALL),
+        NewtonSchulzTiles(
+            math.inf, False, False,
+            gram=Tile(128, 128, 64, 8, 2, options=_AMD), update=Tile(256, 128, 64, 8, 2, options=_AMD),
+        ),
+    ),
+    "interpreter": (
+        NewtonSchulzTiles(
+            math.inf, True, True, gram=Tile(16, 32, 32, 4, 2, split=2), update=Tile(16, 32, 32, 4, 2, group=2, split=2)
+        ),
+    ),
+}  # fmt: skip
+
+
+def newton_schulz_tiles(backend: str, elements: int) -> NewtonSchulzTiles:
+    """The row of NEWTON_SCHULZ for this many elements of X X^T."""
+    return next(t for t in NEWTON_SCHULZ[backend] if elements <= t.elements)

@@ -212,18 +212,30 @@ def test_nothing_is_tuned_at_run_time():
 def test_products_of_the_kernels_are_full_fp32_where_they_take_it():
     """scattermoe#5: an error of 0.18 was mostly TF32. Every product asks for IEEE arithmetic, and none is written
     without the helper that also widens bf16 for the interpreter (triton#11584, #4972, #10945, #11604)."""
+    from zaya.kernels import products
+    from zaya.kernels.linear_cross_entropy import triton as head_triton
     from zaya.kernels.moe import decode, permute
     from zaya.kernels.moe import triton as moe_triton
+    from zaya.kernels.newton_schulz import triton as newton_schulz_triton
     from zaya.kernels.router import decode as router_decode
     from zaya.kernels.router import triton as router_triton
 
     calls = []
-    for module in (moe_triton, decode, permute, router_triton, router_decode):
+    for module in (
+        moe_triton,
+        decode,
+        permute,
+        router_triton,
+        router_decode,
+        products,
+        head_triton,
+        newton_schulz_triton,
+    ):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.dot", "tl.dot_scaled"):
                 calls.append((module.__name__, ast.unparse(node)))
     one = "tl.dot(a, b, acc, input_precision='ieee')"
-    assert calls == [(m.__name__, one) for m in (moe_triton, router_triton)]
+    assert calls == [(m.__name__, one) for m in (moe_triton, router_triton, products)]
 
 
 def test_fp32_on_a_gpu_takes_the_reference(monkeypatch):
