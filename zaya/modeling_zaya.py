@@ -27,9 +27,10 @@ from zaya.cache import ZayaCache, read_state, write_state
 from zaya.configuration_zaya import ZayaConfig
 from zaya.generation import CACHE_FIELD, ZayaGenerationMixin
 from zaya.inputs import check_inputs
-from zaya.kernels.cca import convolve, convolve_called
+from zaya.kernels.cca import cca, convolve_called, late_values, means, normalise, rotate
 from zaya.kernels.linear_cross_entropy import linear_cross_entropy
 from zaya.kernels.moe import moe
+from zaya.kernels.residual_norm import residual_norm
 from zaya.kernels.router import choose, router, router_from_hidden
 from zaya.masking import Layout, depth_from_cu_seqlens, make_layout
 from zaya.plain import plain, readable
@@ -47,9 +48,7 @@ class ZayaRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.weight.dtype)
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return residual_norm(x, norm=(self.weight, self.eps))[1]
 
 
 class ZayaRotaryEmbedding(nn.Module):
@@ -77,14 +76,6 @@ class ZayaRotaryEmbedding(nn.Module):
         return angles.cos() * self.scaling[layer_type], angles.sin() * self.scaling[layer_type]
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first channels of x [B, S, heads, d], in halves, by cos and sin [B, S, rotated / 2]."""
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
 class ZayaCCA(nn.Module):
     """Queries, keys and values of compressed convolutional attention (arXiv 2510.04476, section 3).
 
@@ -97,7 +88,7 @@ class ZayaCCA(nn.Module):
 
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.backend = layer_idx, config.kernels
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.hidden_size = hidden = config.hidden_size
@@ -112,53 +103,60 @@ class ZayaCCA(nn.Module):
         self.conv_qk_grouped = nn.Conv1d(c, c, config.cca_time1, groups=self.heads + self.groups)
         self.reach = config.cca_time0 + config.cca_time1 - 2  # columns before a token that its query and key read
 
-    def forward(self, h: torch.Tensor, layout: Layout, cache=None):
-        """h [B, S, D] -> query [B, S, H, d], key and value [B, S, G, d]."""
+    def forward(self, h: torch.Tensor, layout: Layout, rope, qk_norm: "ZayaQKNorm", cache=None):
+        """h [B, S, D] -> query [B, S, H, d], key and value [B, S, G, d], normalised and rotated, in h's dtype."""
         if layout.real is not None:
             h = h * layout.real.unsqueeze(-1).to(h.dtype)
-        batch, length = h.shape[:2]
-        q, k = self.q_proj(h), self.k_proj(h)
-        delayed = self.v_proj_delayed(h)
-        columns, delayed_before = torch.cat([q, k], dim=-1), self._first_delayed(delayed)
-        state = read_state(cache, self.layer_idx)
+        qkv = self._project(h)
+        delayed = qkv[..., -self.groups * self.head_dim // 2 :]
+        first, state = self._first_delayed(delayed), read_state(cache, self.layer_idx)
+        if cache is not None:
+            self._remember(cache, state, qkv, delayed, first, layout.real)
+        depthwise, grouped = self.conv_qk_depthwise, self.conv_qk_grouped
+        if plain(depthwise, grouped, qk_norm):
+            weights = (depthwise.weight, depthwise.bias), (grouped.weight, grouped.bias), qk_norm.temp
+            start = None if first is None else first[0, 0]
+            return cca(qkv, *weights, rope, start, state, layout.depth, self.backend)
+        return self._call(qkv, rope, qk_norm, first, state, layout.depth)
+
+    def _project(self, h: torch.Tensor) -> torch.Tensor:
+        """q, k, current and delayed values side by side, [B, S, (H + 2 G) d]; on a GPU one product makes them all."""
+        parts = self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed
+        if not h.is_cuda or not plain(*parts):
+            return torch.cat([part(h) for part in parts], dim=-1)
+        bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+        return F.linear(h, torch.cat([part.weight for part in parts]), bias)
+
+    def _remember(self, cache, state, qkv, delayed, first, real) -> None:
+        columns = qkv[..., : (self.heads + self.groups) * self.head_dim]
         if state is None:
+            before = delayed.new_zeros(delayed.shape[0], 1, delayed.shape[2]) if first is None else first
             columns = F.pad(columns, (0, 0, self.reach, 0))
         else:
-            columns, delayed_before = torch.cat([state[0], columns], dim=1), state[1]
-        delayed = torch.cat([delayed_before, delayed], dim=1)
-        if cache is not None:
-            write_state(cache, self.layer_idx, columns, delayed, layout.real, self.reach)
+            columns, before = torch.cat([state[0], columns], dim=1), state[1]
+        write_state(cache, self.layer_idx, columns, torch.cat([before, delayed], dim=1), real, self.reach)
 
-        mixed = self._convolve(columns, layout.depth)  # [B, S, H + G, d]
-        mean_q, mean_k = self._means(q, k)
-        query = mixed[:, :, : self.heads] + mean_q
-        key = mixed[:, :, self.heads :] + mean_k
+    def _call(self, qkv, rope, qk_norm, first, state, depth):
+        """What `cca` computes, by calling the modules, whatever stands in their places."""
+        columns, value = qkv.tensor_split([(self.heads + self.groups) * self.head_dim], dim=-1)
+        current, delayed = value.chunk(2, dim=-1)
+        q, k = columns.tensor_split([self.heads * self.head_dim], dim=-1)
+        columns = F.pad(columns, (0, 0, self.reach, 0)) if state is None else torch.cat([state[0], columns], dim=1)
+        mixed = convolve_called(columns, self.conv_qk_depthwise, self.conv_qk_grouped, self.reach, depth)
+        mixed = mixed.unflatten(-1, (-1, self.head_dim))
+        mean_q, mean_k = means(q, k, self.groups, self.head_dim)
+        query, key = qk_norm(mixed[:, :, : self.heads] + mean_q, mixed[:, :, self.heads :] + mean_k)
+        start = torch.zeros_like(delayed[:, :1]) if first is None else first
+        late = late_values(delayed, start, start if state is None else state[1], depth)
+        value = torch.cat([current, late], dim=-1).unflatten(-1, (self.groups, self.head_dim))
+        return rotate(query, *rope).to(qkv.dtype), rotate(key, *rope).to(qkv.dtype), value
 
-        late = delayed[:, :-1]
-        if layout.depth is not None:
-            late = late.where((layout.depth > 0).unsqueeze(-1), self._first_delayed(delayed))
-        value = torch.cat([self.v_proj_current(h), late], dim=-1)
-        return query, key, value.view(batch, length, self.groups, self.head_dim)
-
-    def _means(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q = q.unflatten(-1, (self.groups, self.heads // self.groups, self.head_dim))
-        k = k.unflatten(-1, (self.groups, 1, self.head_dim))
-        mean_q = (q + k) * 0.5
-        return mean_q.flatten(2, 3), mean_q.mean(dim=3)
-
-    def _convolve(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
-        depthwise, grouped, heads = self.conv_qk_depthwise, self.conv_qk_grouped, self.heads + self.groups
-        if plain(depthwise, grouped):
-            weights = (depthwise.weight, depthwise.bias), (grouped.weight, grouped.bias)
-            return convolve(columns, *weights, heads, depth)
-        return convolve_called(columns, depthwise, grouped, self.reach, depth).unflatten(-1, (heads, self.head_dim))
-
-    def _first_delayed(self, like: torch.Tensor) -> torch.Tensor:
-        """The delayed value of a document's first token: the projection of zero, [B, 1, G d / 2]."""
+    def _first_delayed(self, like: torch.Tensor) -> torch.Tensor | None:
+        """The delayed value of a document's first token: the projection of zero, [B, 1, G d / 2]; None for zero."""
         if not plain(self.v_proj_delayed):
             return self.v_proj_delayed(like.new_zeros(like.shape[0], 1, self.hidden_size))
-        first = like.new_zeros(like.shape[0], 1, like.shape[2])
-        return first if self.v_proj_delayed.bias is None else first + self.v_proj_delayed.bias
+        bias = self.v_proj_delayed.bias
+        return None if bias is None else bias.to(like.dtype).expand(like.shape[0], 1, -1)
 
 
 @readable
@@ -167,16 +165,11 @@ class ZayaQKNorm(nn.Module):
 
     def __init__(self, config: ZayaConfig):
         super().__init__()
-        self.length = config.head_dim**0.5
         self.temp = nn.Parameter(torch.ones(config.num_key_value_heads))
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query [B, S, H, d], key [B, S, G, d] -> the same in fp32."""
-        eps = torch.finfo(query.dtype).eps
-        query, key = query.float(), key.float()
-        query = query * (self.length / query.norm(dim=-1, keepdim=True).clamp_min(eps))
-        key = key * (self.length * self.temp.float().unsqueeze(-1) / key.norm(dim=-1, keepdim=True).clamp_min(eps))
-        return query, key
+        return normalise(query, key, self.temp)
 
 
 def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -211,11 +204,7 @@ class ZayaAttention(nn.Module):
 
     def forward(self, h: torch.Tensor, layout: Layout, rope, cache=None, **kwargs: Any):
         """h [B, S, D] -> output [B, S, D] and attention weights (eager only)."""
-        query, key, value = self.qkv_proj(h, layout, cache)
-        query, key = self.qk_norm(query, key)
-        query = rotate(query, *rope).to(h.dtype).transpose(1, 2)
-        key = rotate(key, *rope).to(h.dtype).transpose(1, 2)
-        value = value.transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in self.qkv_proj(h, layout, rope, self.qk_norm, cache))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -341,8 +330,11 @@ class ZayaResidualScaling(nn.Module):
         self.residual_bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        branch = (h + self.hidden_states_bias) * self.hidden_states_scale
-        return branch + (residual + self.residual_bias) * self.residual_scale
+        return residual_norm(residual, h, self.vectors())[0]
+
+    def vectors(self) -> tuple[torch.Tensor, ...]:
+        """(s, b, s', b')."""
+        return self.hidden_states_scale, self.hidden_states_bias, self.residual_scale, self.residual_bias
 
 
 class ZayaDecoderLayer(nn.Module):
@@ -362,8 +354,13 @@ class ZayaDecoderLayer(nn.Module):
         """residual [B, S, D] fp32 and router state [T, R] -> (residual, state, expert counts [E + 1] int64 or None,
         router logits [T, E + 1] or None, attention weights or None)."""
         a, attention = self.self_attn(self.input_layernorm(residual), layout, rope, cache, **kwargs)
-        residual = self.post_attention_residual_scale(a, residual)
-        m, routing = self.mlp(self.post_attention_layernorm(residual), state, keep_logits)
+        scaling, norm = self.post_attention_residual_scale, self.post_attention_layernorm
+        if plain(scaling, norm):
+            residual, h = residual_norm(residual, a, scaling.vectors(), (norm.weight, norm.eps))
+        else:
+            residual = scaling(a, residual)
+            h = norm(residual)
+        m, routing = self.mlp(h, state, keep_logits)
         residual = self.post_mlp_residual_scale(m, residual)
         counts = self._count(routing, layout.real) if count else None
         return residual, routing.state, counts, routing.logits if keep_logits else None, attention

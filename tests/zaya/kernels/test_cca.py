@@ -76,9 +76,7 @@ def test_halves_with_a_halo_are_the_whole():
     two = cca(right, depthwise, grouped, temp, sides[1], first, halo, backend="triton")
     for a, b, want in zip(one, two, whole, strict=True):
         assert relative(torch.cat([a, b], 1), want) < 2e-6
-    (got,) = torch.autograd.grad(
-        [*one, *two], [leaf], [*(g[:, :23] for g in given), *(g[:, 23:] for g in given)]
-    )
+    (got,) = torch.autograd.grad([*one, *two], [leaf], [*(g[:, :23] for g in given), *(g[:, 23:] for g in given)])
     assert relative(got, wanted) < 2e-5
 
 

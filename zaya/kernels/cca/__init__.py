@@ -1,9 +1,17 @@
 """`cca`: compressed convolutional attention between its projections and the attention. See reference.py."""
 
 from zaya.kernels import log_once, pick_backend
-from zaya.kernels.cca.reference import cca_reference, convolve, convolve_called, means, normalise, rotate
+from zaya.kernels.cca.reference import (
+    cca_reference,
+    convolve,
+    convolve_called,
+    late_values,
+    means,
+    normalise,
+    rotate,
+)
 
-__all__ = ["cca", "cca_step", "convolve", "convolve_called", "means", "normalise", "rotate"]
+__all__ = ["cca", "cca_step", "convolve", "convolve_called", "late_values", "means", "normalise", "rotate"]
 
 
 def cca(qkv, depthwise, grouped, temp, rope, first=None, state=None, depth=None, backend="auto"):

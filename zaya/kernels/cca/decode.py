@@ -5,6 +5,7 @@ import triton.language as tl
 
 from zaya.kernels.cca.triton import store_rotated
 
+
 @triton.jit
 def cca_vector_kernel(
     qkv_ptr,  # [B, N]; all arguments as in cca_fwd_kernel, with S = 1

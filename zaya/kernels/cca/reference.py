@@ -123,7 +123,7 @@ def halo_gradients(dy, columns, w0, matrix, depth):
     """What the two columns before a call take part in beyond the call's own tokens, for two convolutions of two taps.
 
     dy [B, S, C]: gradient of the convolutions' output; columns [B, 2, C]; w0 [C, 1, 2]; matrix [heads, 2, d, d] (head,
-    tap, in, out). Returns the gradient of the columns, and shares of the depthwise weight [C, 1, 2] and bias [C], fp32.
+    tap, in, out). Returns the gradient of the columns, and shares in those of the depthwise weight and bias, fp32.
     """
     heads, size = matrix.shape[0], matrix.shape[2]
     reached = torch.full_like(dy[:, :2, 0], 2, dtype=torch.int64) if depth is None else depth[:, :2]

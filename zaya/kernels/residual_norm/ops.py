@@ -62,9 +62,7 @@ def _forward(
         return joined, y
     other = rows if branch is None else _rows(branch)
     tile = tile_for(RESIDUAL_NORM["fwd", BACKEND], tokens)
-    launch = _launch(
-        kernels.residual_norm_fwd_kernel, tile, width, BRANCH=branch is not None, NORM=weight is not None
-    )
+    launch = _launch(kernels.residual_norm_fwd_kernel, tile, width, BRANCH=branch is not None, NORM=weight is not None)
     with ready(residual, kernels.residual_norm_fwd_kernel):
         launch(
             (-(-tokens // tile.blocks["BT"]),), rows, other, *_vectors(rows, s, b, residual_s, residual_b, weight),
@@ -119,7 +117,11 @@ _eager_gradients = eager(backward_op, _gradients)
 @backward_op.register_fake
 def _(djoined, dy, residual, branch, s, b, residual_s, residual_b, weight, eps):
     dbranch = residual.new_empty(0) if branch is None else branch.new_empty(branch.shape)
-    return residual.new_empty(residual.shape), dbranch, residual.new_empty((4, residual.shape[-1]), dtype=torch.float32)
+    return (
+        residual.new_empty(residual.shape),
+        dbranch,
+        residual.new_empty((4, residual.shape[-1]), dtype=torch.float32),
+    )
 
 
 def _keep(ctx, inputs, output):

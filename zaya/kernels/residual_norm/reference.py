@@ -1,7 +1,7 @@
 """Residual scaling (ZAYA1, arXiv 2511.17127) and RMSNorm (arXiv 1910.07467) in plain torch.
 
-    r' = (h + b) * s + (r + b') * s'            in fp32 where r is
-    y  = r' / sqrt(mean(r'^2) + eps) * w        the mean in fp32, r' first rounded to w's dtype
+r' = (h + b) * s + (r + b') * s'            in fp32 where r is
+y  = r' / sqrt(mean(r'^2) + eps) * w        the mean in fp32, r' first rounded to w's dtype
 """
 
 import torch

@@ -6,6 +6,8 @@ backward kernel walks over its own rows and keeps four column sums in registers;
 order, so gradients are the same bits from run to run.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -68,7 +70,7 @@ def residual_norm_bwd_kernel(
     weight_ptr,
     dresidual_ptr,  # out [T, D]
     dbranch_ptr,  # out [T, D] if BRANCH
-    sums_ptr,  # out [programs, 4, D] fp32: sums over rows of g, g (h + b), g (r + b') and dy r' / rms, g = d loss / d r'
+    sums_ptr,  # out [programs, 4, D] fp32: sums of g, g (h + b), g (r + b') and dy r' / rms; g: gradient of r'
     T,
     rows,
     eps,
@@ -147,7 +149,7 @@ def aot_variants(backend: str) -> list[AotVariant]:
                     if a not in fixed
                 }
                 work = ("residual_norm" if name == "fwd" else "residual_norm.backward", int(min(limit, 32768)))
-                rest = {"matrix": "none", "work": work if form == "join and norm" else None}
+                rest: dict[str, Any] = {"matrix": "none", "work": work if form == "join and norm" else None}
                 upto = "any T" if limit == float("inf") else f"T<={limit:g}"
                 found.append(AotVariant(kernel, f"{name}, {form}, {upto}", signature, fixed, tile.options, **rest))
     return found
