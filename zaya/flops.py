@@ -76,6 +76,18 @@ def _router_work(tokens: float, shape: Shape) -> dict[str, Work]:
     }
 
 
+def _layer_work(tokens: float, shape: Shape) -> dict[str, Work]:
+    """CCA past its projections, and residual scaling with norm beside the fp32 stream."""
+    size, heads = shape.head_dim, shape.heads + shape.kv_heads
+    row = 2 * tokens * (heads + shape.kv_heads) * size  # bytes of q, k and v
+    stream = tokens * shape.hidden
+    return {
+        "cca": Work(2 * tokens * heads * 2 * size * size, 2 * row + 2 * heads * size * (2 * size + 4)),
+        "residual_norm": Work(12 * stream, 12 * stream),
+        "residual_norm.backward": Work(30 * stream, 22 * stream),
+    }
+
+
 def _moe_work(tokens: float, shape: Shape) -> dict[str, Work]:
     d, f, hit = shape.hidden, shape.ffn, experts_hit(tokens, shape.experts)
     up, up_saved = (Work(4 * tokens * d * f, 2 * (tokens * (d + f + s) + hit * 2 * f * d)) for s in (0, 2 * f))

@@ -110,14 +110,16 @@ class ZayaCCA(nn.Module):
         qkv = self._project(h)
         delayed = qkv[..., -self.groups * self.head_dim // 2 :]
         first, state = self._first_delayed(delayed), read_state(cache, self.layer_idx)
-        if cache is not None:
-            self._remember(cache, state, qkv, delayed, first, layout.real)
         depthwise, grouped = self.conv_qk_depthwise, self.conv_qk_grouped
         if plain(depthwise, grouped, qk_norm):
             weights = (depthwise.weight, depthwise.bias), (grouped.weight, grouped.bias), qk_norm.temp
             start = None if first is None else first[0, 0]
-            return cca(qkv, *weights, rope, start, state, layout.depth, self.backend)
-        return self._call(qkv, rope, qk_norm, first, state, layout.depth)
+            out = cca(qkv, *weights, rope, start, state, layout.depth, self.backend)
+        else:
+            out = self._call(qkv, rope, qk_norm, first, state, layout.depth)
+        if cache is not None:  # last: a cache may replace in place the state that was read
+            self._remember(cache, state, qkv, delayed, first, layout.real)
+        return out
 
     def _project(self, h: torch.Tensor) -> torch.Tensor:
         """q, k, current and delayed values side by side, [B, S, (H + 2 G) d]; on a GPU one product makes them all."""
@@ -598,7 +600,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin):
         if logits is not None:
             return self.loss_function(logits, labels, self.vocab_size, num_items_in_batch=items)
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten().to(hidden.device)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets, self.lm_head.bias) / items
+        head, hidden = self.lm_head, hidden.flatten(0, 1)
+        return linear_cross_entropy(hidden, head.weight, targets, head.bias, backend=self.config.kernels) / items
 
     def count_parameters(self) -> tuple[int, int]:
         """Parameters in all, and active per token: all but E - 1 experts of each layer. Works on the meta device."""

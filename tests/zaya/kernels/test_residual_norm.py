@@ -130,7 +130,7 @@ def test_forced_without_a_gpu(monkeypatch):
     from zaya.kernels import launch
     from zaya.kernels.residual_norm import ops
 
-    monkeypatch.setattr(launch, "InterpretedFunction", type(None))
-    residual, branch, *scaling, weight = (x.detach() for x in inputs((3, 16)))
+    monkeypatch.setattr(ops, "ready", lambda x, kernel: launch.ready(x, object()))  # no interpreted kernel
+    residual, branch, *scaling, weight = (x.detach() for x in inputs((3, 32)))
     with pytest.raises(UserError, match="no Triton kernel runs on cpu"):
-        ops.apply(residual, branch, scaling, (weight, EPS))
+        residual_norm(residual, branch, scaling, (weight, EPS), "triton")

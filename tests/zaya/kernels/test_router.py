@@ -261,8 +261,9 @@ def test_unsupported_width_falls_back_and_says_so(caplog):
 
 
 def test_forced_triton_without_a_gpu_is_a_user_error(monkeypatch):
+    from zaya.kernels import launch
     from zaya.kernels.router import ops
 
-    monkeypatch.setattr(ops.kernels, "INTERPRET", type(ops.kernels.INTERPRET)(False))
+    monkeypatch.setattr(ops, "ready", lambda x, kernel: launch.ready(x, object()))  # no interpreted kernel
     with pytest.raises(UserError, match="no Triton kernel runs on cpu"):
         router(torch.randn(4, WIDTH), None, *arguments(stock_router(0)), backend="triton")

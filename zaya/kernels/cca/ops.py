@@ -117,8 +117,9 @@ def _gradients(
     heads, groups, size = sizes = _sizes(temp, w1)
     tokens, length, channels = qkv.shape[0] * qkv.shape[1], qkv.shape[1], (heads + groups) * size
     if not tokens:
-        none = (x.new_zeros(x.shape, dtype=torch.float32) for x in (w0, b0, w1, b1, temp))
-        return torch.empty_like(qkv), *none, qkv.new_empty(0) if conv is None else torch.zeros_like(conv)
+        none = [x.new_zeros(x.shape, dtype=torch.float32) for x in (w0, b0, w1, b1, temp)]
+        dconv = qkv.new_empty(0) if conv is None else torch.zeros_like(conv)
+        return torch.empty_like(qkv), none[0], none[1], none[2], none[3], none[4], dconv
     matrix, (cos, sin, stride_cos) = _by_heads(w1), _rotation(cos, sin)
     state, _, (slot, back, column, _) = _state(qkv, conv, conv)
     has = {"HAS_STATE": conv is not None, "HAS_DEPTH": depth is not None, "HALF": cos.shape[-1]}
