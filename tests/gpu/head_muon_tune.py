@@ -5,7 +5,7 @@
 `what` names the row. *_check: relative errors of ours and of the reference against fp32 (fp64 with --small), and
 whether two runs give the same bits. head, muon: milliseconds of a variant of the tile in `tile`, beside the yardstick
 of `times`: for the head three products of its shape, for Newton-Schulz torch's own products; `extra_gb` is the peak of
-memory above what was held before. --small runs every row on small sizes, in Triton's interpreter where there is no GPU.
+memory above what was held before. --small: small sizes, in Triton's interpreter where there is no GPU.
 """
 
 import argparse
