@@ -104,9 +104,9 @@ def _moe_work(tokens: float, shape: Shape) -> dict[str, Work]:
 
 
 def op_work(tokens: float, shape: Shape | None = None) -> dict[str, Work]:
-    """Work of each kernel of a layer's MoE block on `tokens` tokens, all of them routed (none skipped)."""
+    """Work of each kernel of a layer on `tokens` tokens, all of them routed (none skipped)."""
     shape = shape or Shape()
-    return _router_work(tokens, shape) | _moe_work(tokens, shape)
+    return _router_work(tokens, shape) | _moe_work(tokens, shape) | _layer_work(tokens, shape)
 
 
 def block_work(tokens: float, shape: Shape | None = None, backward: bool = False) -> Work:

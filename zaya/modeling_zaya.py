@@ -103,8 +103,12 @@ class ZayaCCA(nn.Module):
         self.conv_qk_grouped = nn.Conv1d(c, c, config.cca_time1, groups=self.heads + self.groups)
         self.reach = config.cca_time0 + config.cca_time1 - 2  # columns before a token that its query and key read
 
-    def forward(self, h: torch.Tensor, layout: Layout, rope, qk_norm: "ZayaQKNorm", cache=None):
-        """h [B, S, D] -> query [B, S, H, d], key and value [B, S, G, d], normalised and rotated, in h's dtype."""
+    def forward(self, h: torch.Tensor, layout: Layout, rope, norm_of, cache=None):
+        """h [B, S, D] -> query [B, S, H, d], key and value [B, S, G, d], normalised and rotated, in h's dtype.
+
+        norm_of: () -> the ZayaQKNorm. A module among the arguments would be moved with them by accelerate's hooks.
+        """
+        qk_norm = norm_of()
         if layout.real is not None:
             h = h * layout.real.unsqueeze(-1).to(h.dtype)
         qkv = self._project(h)
@@ -206,7 +210,7 @@ class ZayaAttention(nn.Module):
 
     def forward(self, h: torch.Tensor, layout: Layout, rope, cache=None, **kwargs: Any):
         """h [B, S, D] -> output [B, S, D] and attention weights (eager only)."""
-        query, key, value = (x.transpose(1, 2) for x in self.qkv_proj(h, layout, rope, self.qk_norm, cache))
+        query, key, value = (x.transpose(1, 2) for x in self.qkv_proj(h, layout, rope, lambda: self.qk_norm, cache))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
