@@ -6,6 +6,7 @@ user's script would. What it computed comes back as a file.
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
+from zaya import children
 from zaya.errors import CheckFailed, UserError
 from zaya.files import check_target, read_json_lines, stage_dir
 from zaya.folder import loading, read_config
@@ -57,9 +59,8 @@ def run_stock(folder: Path, prompts: list[list[int]], new_tokens: int, scratch: 
     """Logits and greedy tokens of stock transformers, from a child process without our package."""
     request, answer = scratch / "request.json", scratch / "answer.safetensors"
     request.write_text(json.dumps({"prompts": prompts, "new_tokens": new_tokens}))
-    done = subprocess.run(
-        [sys.executable, "-P", str(CHILD), str(folder), str(request), str(answer)], capture_output=True, text=True
-    )
+    argv = [sys.executable, "-P", str(CHILD), str(folder), str(request), str(answer)]
+    done = children.run(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise CheckFailed(
             f"{folder}: stock transformers cannot load or run it: {done.stderr.strip().splitlines()[-1]}"
@@ -160,7 +161,7 @@ def load_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def check_vllm(folder: Path, prompts: int) -> None:
     """Run `zaya latency --parity-only` on the folder. Raises CheckFailed or UserError as it ended."""
     argv = ["latency", str(folder), "--parity-only", "--parity-prompts", str(prompts)]
-    done = subprocess.run([sys.executable, "-P", "-m", "zaya.cli", *argv])
+    done = children.run([sys.executable, "-P", "-m", "zaya", *argv], env=os.environ | {"ZAYA_STAGE": "verify"})
     if done.returncode != 0:
         error = UserError if done.returncode == 2 else CheckFailed
         raise error(f"{folder}: the comparison with vLLM ended with exit code {done.returncode}")

@@ -17,9 +17,9 @@ from typing import Any
 
 import typer
 
+from zaya.children import ending
 from zaya.errors import CheckFailed, UserError
 
-GRACE_S = 10.0
 _PARENT = "ZAYA_TRAIN_PARENT"
 
 
@@ -56,7 +56,7 @@ def launch(argv: list[str], ranks: int, threads: int) -> None:
     Their standard output goes to standard error, except rank 0's. Raises typer.Exit when a rank ended with code 2:
     it has said why in its one line. Raises CheckFailed when one ended otherwise.
     """
-    with started([sys.executable, "-P", "-m", "zaya.cli", *argv], ranks, threads) as children:
+    with started([sys.executable, "-P", "-m", "zaya", *argv], ranks, threads) as children:
         code = _wait(children)
     if code == 2:
         raise typer.Exit(2)
@@ -81,7 +81,7 @@ def started(command: list[str], ranks: int, threads: int, **first: Any) -> Itera
         _PARENT: str(os.getpid()),
     }
     children: list[subprocess.Popen] = []
-    with _ending(children):
+    with ending(children):
         for rank in range(ranks):
             env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             options: dict[str, Any] = first if rank == 0 else {"stdout": sys.stderr, "stdin": subprocess.DEVNULL}
@@ -101,21 +101,3 @@ def _wait(children: list[subprocess.Popen]) -> int:
         if all(c == 0 for c in codes):
             return 0
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _ending(children: list[subprocess.Popen]) -> Iterator[None]:
-    """Leave no child behind, whatever happens: asked first, killed after GRACE_S."""
-    try:
-        yield
-    finally:
-        alive = [c for c in children if c.poll() is None]
-        for child in alive:
-            child.terminate()
-        deadline = time.monotonic() + GRACE_S
-        for child in alive:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
-            if child.poll() is None:
-                child.kill()
-                child.wait()

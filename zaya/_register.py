@@ -4,8 +4,6 @@ Two modules of transformers are met as they are imported, now or later: the Auto
 entry that loads our classes when "zaya" is first looked up, and the experts interface.
 """
 
-import importlib.abc
-import importlib.util
 import sys
 from types import ModuleType
 
@@ -51,8 +49,8 @@ def _prepare_experts(module: ModuleType) -> None:
 _HOOKS = {_AUTO: _prepare_auto, _EXPERTS: _prepare_experts}
 
 
-class _Loader(importlib.abc.Loader):
-    """Runs a module as its own loader does, then its hook."""
+class _Loader:
+    """Runs a module as its own loader does, then its hook. (Importing importlib.abc for it is slow.)"""
 
     def __init__(self, loader):
         self.loader = loader
@@ -65,7 +63,7 @@ class _Loader(importlib.abc.Loader):
         _HOOKS[module.__name__](module)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds the two modules through the other finders, and wraps their loader."""
 
     def find_spec(self, fullname, path=None, target=None):

@@ -1,6 +1,7 @@
 """The `zaya` command. Commands live in the folders that do the work and are imported when they are called.
 
-Exit codes: 0 good, 1 a check failed, 2 bad usage. A person's mistake is one line; `--debug` shows the traceback.
+Exit codes: 0 good, 1 a check failed, 2 bad usage, 130 Ctrl-C, 143 SIGTERM. A person's mistake is one line; `--debug`
+shows the traceback.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from zaya import interrupts
 from zaya.errors import CheckFailed, UserError
 
 # name -> ("module:function", one line of help), or (a table like this one, its help) for a group
@@ -64,7 +66,6 @@ PATH_ERRORS = {
     errno.EDQUOT: "this user's share of the disk is used up; free some and run the same command again",
 }
 
-CHILD = {"ZAYA_STAGE", "ZAYA_TRAIN_PARENT"}  # set for what another zaya command started
 NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "Unable to allocate")
 
 UsageError: Any = typer.BadParameter.__base__  # of click, or of the copy of click inside newer versions of typer
@@ -165,8 +166,6 @@ def describe(e: Any) -> tuple[str, int]:
         return f"{name if len(name) <= 200 else name[:200] + '...'}: {PATH_ERRORS[e.errno]}", 2
     if isinstance(e, CheckFailed):
         return str(e), 1
-    if isinstance(e, KeyboardInterrupt | typer.Abort):
-        return "interrupted; the same command goes on from what is finished", 130
     if isinstance(e, UnicodeEncodeError) and "surrogates" in e.reason:
         return f"{e.object[:200]!r} is not UTF-8; choose another name, or a locale with UTF-8", 2
     if "No space left on device" in str(e):  # of a library with its own exceptions
@@ -179,7 +178,7 @@ def describe(e: Any) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line and exit. `zaya.__main__` has begun to hear signals before."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None when it is closed
             stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 must not end a command
@@ -188,15 +187,24 @@ def main() -> None:
     except FileNotFoundError:
         fail("the working folder has been removed; change to one that is there", 2)
     try:
-        code = LazyGroup("zaya", start.__doc__, COMMANDS, start).main(prog_name="zaya", standalone_mode=False)
+        interrupts.begin()
+        try:
+            code = LazyGroup("zaya", start.__doc__, COMMANDS, start).main(prog_name="zaya", standalone_mode=False)
+        finally:
+            interrupts.done()
     except (Exception, KeyboardInterrupt) as e:
-        if os.environ.get("ZAYA_DEBUG"):
+        if interrupts.caused(e):
+            code = 130
+        elif os.environ.get("ZAYA_DEBUG"):
             raise
-        fail(*describe(e))
-    if code == 130 and not CHILD & set(os.environ):  # Ctrl-C, which typer turns into a code; a child leaves the words
-        fail(*describe(KeyboardInterrupt()))
+        else:
+            fail(*describe(e))
+    if code == 130:  # what typer makes of both signals
+        code = interrupts.say()
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":
-    main()
+    from zaya.__main__ import main as enter
+
+    enter()

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zaya import __version__
+from zaya import __version__, children
 from zaya.errors import CheckFailed, UserError
 from zaya.files import (
     MANIFEST,
@@ -176,7 +176,8 @@ def _suite_digest(suite: str) -> str | None:
 
 def resolve(recipe_path: Path) -> dict[str, Any]:
     """The recipe with its defaults, checked by `zaya train --check` in a child: this folder imports no other."""
-    done = subprocess.run(command(["train", str(recipe_path), "--check", "--json"]), capture_output=True, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = children.run(command(["train", str(recipe_path), "--check", "--json"]), **pipes)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         error = UserError if done.returncode == 2 else CheckFailed
@@ -186,7 +187,7 @@ def resolve(recipe_path: Path) -> dict[str, Any]:
 
 def command(argv: list[str]) -> list[str]:
     """A child of the CLI. -P keeps a folder named `eval` or `training` in the working directory off the path."""
-    return [sys.executable, "-P", "-m", "zaya.cli", *argv]
+    return [sys.executable, "-P", "-m", "zaya", *argv]
 
 
 def preflight(out: Path, recipe: dict[str, Any], stages: list[Stage]) -> None:
@@ -241,7 +242,7 @@ def run_stage(stage: Stage, stamp: Path) -> float:
     began = time.monotonic()
     key = stage.key()
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ZAYA_STAGE": stage.name}
-    code = subprocess.run(command(stage.argv), env=env).returncode
+    code = children.run(command(stage.argv), env=env).returncode
     if code != 0:
         error = UserError if code == 2 else CheckFailed
         raise error(f"stage {stage.name} ended with exit code {code}; mend it and run the same command again")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zaya.children import ending
 from zaya.errors import CheckFailed
 from zaya.eval.latency.server import Server, environment, reason
 from zaya.results import Metric
@@ -69,7 +70,7 @@ def _child(argv: list[str], log: Path, files: list[Path]) -> int:
     began, done = time.monotonic(), 0
     with open(log, "w", encoding="utf-8") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=environment())
-    try:
+    with ending([process]):
         while process.poll() is None:
             if time.monotonic() - began > TIMEOUT_S:
                 raise CheckFailed(f"vLLM's benchmark did not end within {TIMEOUT_S} s: {reason(log)}")
@@ -78,9 +79,6 @@ def _child(argv: list[str], log: Path, files: list[Path]) -> int:
                 done = finished
                 print(f"load {done} of {len(files)} done, {time.monotonic() - began:.0f} s", file=sys.stderr)
             time.sleep(0.2)
-    finally:
-        process.kill()
-        process.wait()
     return process.returncode
 
 

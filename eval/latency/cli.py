@@ -42,6 +42,8 @@ def serve(
 
 def _follow(server) -> None:
     """Copy what the server logs from now on to standard error, until it ends (CheckFailed) or Ctrl-C."""
+    from zaya.interrupts import Terminated
+
     try:
         with open(server.log, encoding="utf-8", errors="replace") as f:
             f.seek(0, 2)
@@ -50,6 +52,8 @@ def _follow(server) -> None:
                 for line in f:
                     print(line, end="", file=sys.stderr, flush=True)
                 time.sleep(0.3)
+    except Terminated:
+        raise
     except KeyboardInterrupt:
         print("stopping", file=sys.stderr, flush=True)
 

@@ -159,6 +159,26 @@ def test_ranks_do_not_outlive_their_parent(tiny, tiny_data, tmp_path):
         process.communicate()
 
 
+@pytest.mark.parametrize("moment", ["while its ranks start", "while they train"])
+def test_sigterm_is_one_line_and_ends_the_ranks(tiny, tiny_data, tmp_path, moment):
+    process = zaya_train(tiny, tiny_data, tmp_path / "zaya", "train.steps=100000")
+    try:
+        log = tmp_path / "zaya" / "log.jsonl"
+        ranks = lambda: psutil.Process(process.pid).children()
+        _wait(process, log.exists if "train" in moment else lambda: len(ranks()) == 2)
+        started = ranks()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert errors.count("error:") == 1
+        assert errors.strip().endswith("error: ended by SIGTERM; the same command goes on from what is finished")
+        assert "Traceback" not in errors
+        assert len(started) == 2
+        assert psutil.wait_procs(started, timeout=5)[1] == []
+    finally:
+        kill_group(process)
+
+
 def test_another_recipe_starts_anew_and_the_old_run_is_kept_aside(finished, tiny_data, tiny, tmp_path, caplog):
     out = tmp_path / "zaya"
     shutil.copytree(finished, out)

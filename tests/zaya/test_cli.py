@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -73,21 +75,94 @@ def test_exceptions_map_to_exit_codes():
     assert describe(UserError("x"))[1] == 2
     assert describe(CheckFailed("x"))[1] == 1
     assert describe(OSError(28, "No space left on device", "f"))[1] == 2
-    assert describe(KeyboardInterrupt())[1] == 130
     assert describe(ZeroDivisionError())[1] == 1
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(tmp_path):
+def heard() -> None:
+    """In a child: Ctrl-C as in a terminal. A shell's background jobs inherit a deaf ear."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+LINES = {
+    signal.SIGINT: "error: interrupted; the same command goes on from what is finished",
+    signal.SIGTERM: "error: ended by SIGTERM; the same command goes on from what is finished",
+}
+
+
+@pytest.mark.parametrize("module", ["zaya", "zaya.cli"])
+@pytest.mark.parametrize("number", LINES)
+def test_a_signal_is_one_line_that_says_that_the_same_command_goes_on(tmp_path, number, module):
     os.mkfifo(tmp_path / "recipe.yaml")  # reading it waits for ever
-    argv = [sys.executable, "-P", "-m", "zaya.cli", "train", "recipe.yaml", "--check"]
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs inherit a deaf ear
+    argv = [sys.executable, "-P", "-m", module, "train", "recipe.yaml", "--check"]
     process = subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     fd = os.open(tmp_path / "recipe.yaml", os.O_WRONLY)  # waits until it is read
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     os.close(fd)  # a signal just before the read began does not end it; the end of the file does
     error = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert error.strip() == "error: interrupted; the same command goes on from what is finished"
+    assert process.returncode == 128 + number
+    assert error.strip() == LINES[number]
+
+
+@pytest.mark.parametrize("number", LINES)
+@pytest.mark.parametrize("start", [["zaya"], ["python", "-P", "-m", "zaya"]], ids=lambda x: x[0])
+@pytest.mark.parametrize("loaded", ["threading", "typer._click.core", "typer.main", "zaya.errors", "numpy"])
+def test_a_signal_at_any_time_of_the_start_is_no_traceback(tmp_path, start, number, loaded):
+    """Sent as soon as Python says that it has loaded a module, so at the same place on every machine."""
+    argv = [str(Path(sys.executable).with_name(start[0])), *start[1:], "verify", str(tmp_path)]
+    env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
+    assert process.stderr is not None
+    told = ""
+    for line in process.stderr:
+        if told or line.split("|")[-1].strip() == loaded:
+            process.send_signal(number) if not told else None
+            told += line
+    assert process.wait(60) == 128 + number, told
+    said = [line for line in told.splitlines() if not line.startswith("import time:")]
+    assert said == [LINES[number]], told
+
+
+def test_a_command_whose_main_thread_is_inside_a_library_ends_as_well():
+    code = """
+import ctypes, os
+from zaya import interrupts
+interrupts.REACT_S = 0.2
+interrupts.listen()
+interrupts.begin()
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+lock(mutex)
+os.write(1, b"x")
+lock(mutex)  # never returns, and goes on waiting after a signal
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    time.sleep(0.5)  # until it is there
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[1].strip() == LINES[signal.SIGTERM]
+    assert process.returncode == 143
+
+
+def test_a_signal_that_a_destructor_swallowed_comes_again():
+    code = """
+import signal, time
+from zaya import interrupts
+class Slow:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+interrupts.listen()
+interrupts.begin()
+try:
+    slow = Slow()
+    del slow
+    time.sleep(30)
+except interrupts.Terminated:
+    raise SystemExit(interrupts.say())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25)
+    assert (done.returncode, done.stderr.strip()) == (143, LINES[signal.SIGTERM])
 
 
 def test_a_folder_named_eval_in_the_working_directory_is_not_picked_up(tmp_path):

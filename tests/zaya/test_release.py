@@ -2,11 +2,16 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.zaya.chain import write_recipe
 from zaya import release
 from zaya.errors import CheckFailed, UserError
 
@@ -164,3 +169,21 @@ def test_resolve_passes_on_the_one_line(tmp_path):
     with pytest.raises(UserError, match=r"train\.step\b.*steps"):
         release.resolve(bad)
     assert os.listdir(tmp_path) == ["bad.yaml"]
+
+
+def test_sigterm_ends_the_stage_with_the_release(tmp_path):
+    """One line in all, though two processes of the command are ended."""
+    recipe = write_recipe(tmp_path)
+    command = [sys.executable, "-P", "-m", "zaya", "release", str(recipe)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while "running" not in (line := process.stderr.readline()):
+        assert line
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        time.sleep(0.01)
+    process.terminate()
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.strip() == "error: ended by SIGTERM; the same command goes on from what is finished"
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert not list((tmp_path / "run").glob(".data.tmp-*"))
