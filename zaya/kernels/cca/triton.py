@@ -276,6 +276,13 @@ def rotation(cos_ptr, sin_ptr, row, s, j, ok, stride_cos, HALF: tl.constexpr):
     return tl.load(cos_ptr + at, mask=turns, other=1.0), tl.load(sin_ptr + at, mask=turns, other=0.0)
 
 
+SPILLS = "a few registers around the masks; no smaller or larger tile spills less"
+ALLOWANCES: dict[tuple[str, str], dict[str, tuple[int, str]]] = {
+    (name, "cuda"): dict.fromkeys(("spill_store_bytes", "spill_load_bytes"), (most, SPILLS))
+    for name, most in (("fwd", 4), ("step", 44))
+}
+
+
 def aot_variants(backend: str) -> list[AotVariant]:
     """Every tile that CCA ships for `backend`, at the model's shapes (8 query and 2 key/value heads of 128, bf16)."""
     from zaya.kernels.cca import backward, decode
@@ -299,7 +306,7 @@ def aot_variants(backend: str) -> list[AotVariant]:
                 fixed = {"H": 8, "G": 2, "D": 128, "HALF": 32, "ROOT": 128**0.5, "HAS_DEPTH": packed}
                 fixed |= (step if name in ("step", "vector") else whole) | tile.blocks
                 title = f"{name}{' packed' if packed else ''} {'any T' if limit == float('inf') else f'T<={limit:g}'}"
-                rest = {"matrix": matrix, "buffer_loads": False}
+                rest = {"matrix": matrix, "buffer_loads": False, "allowances": ALLOWANCES.get((name, backend), {})}
                 found.append(_variant(title, kernel, fixed, tile.options, work, limit, rest))
     return found
 
