@@ -101,6 +101,21 @@ class CheckedHF(_Checked, HFLM):
         add = self.add_bos_token if add_special_tokens is None else add_special_tokens
         return super().tok_encode(string, add_special_tokens=add, **kwargs)
 
+    def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
+        """Ids and attention mask of prompts to go on from, each with its <bos>, which a cut on the left leaves.
+
+        lm-eval's own leaves <bos> out of the whole batch where the first text begins with those characters, and cuts
+        it off first.
+        """
+        rows = [self.tok_encode(s) for s in strings]
+        if left_truncate_len:
+            first = 1 if self.add_bos_token else 0
+            self.truncated += sum(len(ids) > left_truncate_len for ids in rows)
+            keep = lambda ids: ids[:first] + ids[len(ids) - left_truncate_len + first :]
+            rows = [keep(ids) if len(ids) > left_truncate_len else ids for ids in rows]
+        batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
+
 
 class CheckedServer(_Checked, LocalCompletionsAPI):
     """A model behind an OpenAI completions server."""

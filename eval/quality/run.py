@@ -14,9 +14,10 @@ from typing import Any
 
 from zaya.errors import CheckFailed, UserError
 from zaya.eval.quality.suite import Choice, Rendered, Suite, load_suite, render
-from zaya.files import check_target, stage_dir, write_text
+from zaya.files import check_target, sha256_json, stage_dir, write_text
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
+from zaya.uncertainty import ratio_error
 from zaya.weights import weights_sha256
 
 log = logging.getLogger(__name__)
@@ -27,15 +28,10 @@ SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234,
 def bits_per_byte(nats: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
     """Bits per byte of documents with negative log-likelihoods `nats` and `sizes` bytes, and its standard error.
 
-    The ratio of the sums. Documents are the sampling unit: the error is that of a ratio estimator (Cochran, Sampling
-    Techniques, 1977, eq. 6.13 without the finite-population term); None for fewer than two documents.
+    The ratio of the sums. Documents are the sampling unit; the error is None for fewer than two.
     """
-    n, total = len(nats), sum(sizes)
-    ratio = sum(nats) / total
-    if n < 2:
-        return ratio / math.log(2), None
-    spread = sum((x - ratio * b) ** 2 for x, b in zip(nats, sizes, strict=True)) / (n - 1)
-    return ratio / math.log(2), math.sqrt(n * spread) / total / math.log(2)
+    value, error = ratio_error(nats, sizes)
+    return value / math.log(2), None if error is None else error / math.log(2)
 
 
 def score(
@@ -95,7 +91,13 @@ def _run(folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rend
     lm, about = build(folder, backend, dtype, batch_size, rendered.texts)
     tasks = TaskManager(include_path=str(rendered.folder), include_defaults=False)
     raw = lm_eval.simple_evaluate(
-        model=lm, tasks=list(rendered.counts), task_manager=tasks, batch_size=batch_size, use_cache=None, **SEEDS
+        model=lm,
+        tasks=list(rendered.counts),
+        task_manager=tasks,
+        batch_size=batch_size,
+        use_cache=None,
+        bootstrap_iters=0,
+        **SEEDS,
     )
     for task, count in rendered.counts.items():
         if len(raw["samples"][task]) != count:
@@ -115,19 +117,23 @@ def _samples(raw: dict, rendered: Rendered, task: str) -> list[dict[str, Any]]:
         else:
             row |= {"log_likelihoods": [float(r[0]) for r in s["filtered_resps"]]}
             row |= {m: s[m] for m in ("acc", "acc_norm")}
+            if column := rendered.clusters.get(task):
+                row["cluster"] = sha256_json(s["doc"][column])[:16]
         rows.append(row)
     return rows
 
 
 def _result(suite: Suite, rendered: Rendered, raw: dict, task: str, about: dict[str, Any]) -> Result:
     samples = _samples(raw, rendered, task)
+    asked, whole = len(samples), rendered.whole[task]
     settings = about | {"items_sha256": rendered.digests[task], "task_version": raw["versions"][task]}
+    settings |= {"suite_items": whole, "partial": asked < whole, "cluster": rendered.clusters.get(task)}
     if task in rendered.texts:
         metrics = _text_metrics(samples)
         settings |= rendered.texts[task].model_dump() | {"protocol": "bits per byte", "primary": "bits_per_byte"}
     else:
         choice = next(c for c in suite.choices if c.name == task)
-        metrics = _choice_metrics(raw["results"][task], samples)
+        metrics = _choice_metrics(samples)
         settings |= _choice_settings(choice)
     return Result(kind="quality", name=task, subject="", metrics=metrics, settings=settings)
 
@@ -137,13 +143,12 @@ def _choice_settings(choice: Choice) -> dict[str, Any]:
     return {"protocol": form, "primary": choice.primary, "task_file": choice.include, "data": choice.data}
 
 
-def _choice_metrics(result: dict[str, Any], samples: list[dict[str, Any]]) -> list[Metric]:
-    n = len(samples)
-    metrics = []
+def _choice_metrics(samples: list[dict[str, Any]]) -> list[Metric]:
+    """Accuracies with standard errors that hold for items in clusters, and what guessing would get."""
+    n, metrics = len(samples), []
+    clusters = [s["cluster"] for s in samples] if "cluster" in samples[0] else None
     for name in ("acc", "acc_norm"):
-        error = result[f"{name}_stderr,none"]
-        error = error if isinstance(error, float) and math.isfinite(error) else None
-        value = float(result[f"{name},none"])
+        value, error = ratio_error([s[name] for s in samples], [1.0] * n, clusters)
         metrics.append(Metric(name=name, value=value, unit="fraction", stderr=error, n=n, higher_is_better=True))
     chance = sum(1 / len(s["log_likelihoods"]) for s in samples) / n
     return [*metrics, Metric(name="chance", value=chance, unit="fraction", n=n)]
