@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.quality.identity import Answers
 from zaya.eval.quality.suite import Text
 from zaya.folder import loading
 from zaya.text import text_only
@@ -47,8 +48,13 @@ class _Checked:
     texts: dict[str, Text] = {}
     room: int  # most tokens of a request, context and scored together
     truncated = 0
+    answers = Answers()  # nothing is stored until a run says where
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
+        """(log-likelihood, whether greedy decoding gives it) of each request's answer."""
+        return self.answers.through(self, "loglikelihood", requests, lambda part: self._score(part, disable_tqdm))
+
+    def _score(self, requests, disable_tqdm: bool):
         self.checking = True
         try:
             quiet = disable_tqdm or not sys.stderr.isatty()
@@ -76,6 +82,9 @@ class _Checked:
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Sum of log-probabilities, nats, of each request's text."""
+        return self.answers.through(self, "loglikelihood_rolling", requests, self._roll)
+
+    def _roll(self, requests) -> list[float]:
         cut: list[tuple[None, list[int], list[int]]] = []
         owner: list[int] = []
         for i, request in enumerate(requests):

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya.errors import CheckFailed, UserError
-from zaya.eval.quality.suite import Choice, Rendered, Suite, load_suite, render
+from zaya.eval.quality.identity import Answers, identity, tokenizer_sha256
+from zaya.eval.quality.suite import Choice, Rendered, Suite, Text, load_suite, render
 from zaya.files import check_target, sha256_json, stage_dir, write_text
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
@@ -65,8 +67,10 @@ def score(
     weights = weights_sha256(folder)
     with _quiet(), tempfile.TemporaryDirectory(prefix="zaya-eval-") as scratch:
         rendered = render(chosen, Path(scratch), data, heldout, limit)
-        raw, about = _run(folder, backend, dtype, batch_size, rendered)
+        begun = None if out is None else out.parent / f".{out.name}.begun"
+        raw, about = _run(folder, backend, dtype, batch_size, rendered, (weights, limit, begun))
     about |= {"suite": chosen.name, "suite_seed": chosen.seed, "shots": 0, "seeds": SEEDS}
+    about |= {"template": None, "limit": limit, "tokenizer_sha256": tokenizer_sha256(folder)}
     results = [_result(chosen, rendered, raw, task, about) for task in rendered.counts]
     made = provenance(began, chosen.seed)
     for result in results:
@@ -78,17 +82,26 @@ def score(
                 save(stage, result)
                 lines = (json.dumps(s, ensure_ascii=False) + "\n" for s in _samples(raw, rendered, result.name))
                 write_text(stage / "samples" / f"{result.name}.jsonl", "".join(lines))
+        shutil.rmtree(out.parent / f".{out.name}.begun", ignore_errors=True)
     return results
 
 
-def _run(folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rendered) -> tuple[dict, dict[str, Any]]:
-    """lm-eval's answer, and the settings of the model that gave it."""
+def _run(
+    folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rendered, stored: tuple[str, int | None, Any]
+) -> tuple[dict, dict[str, Any]]:
+    """lm-eval's answer, and the settings of the model that gave it.
+
+    stored: the weights' digest, the limit, and the folder where answers are kept until the run is whole, or None.
+    """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     from zaya.eval.quality.backend import build
 
     lm, about = build(folder, backend, dtype, batch_size, rendered.texts)
+    weights, limit, begun = stored
+    key = identity(folder, weights, about | {"address": backend, "windows": _windows(rendered)}, SEEDS, limit)
+    lm.answers = Answers(begun, key)
     tasks = TaskManager(include_path=str(rendered.folder), include_defaults=False)
     raw = lm_eval.simple_evaluate(
         model=lm,
@@ -102,7 +115,13 @@ def _run(folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rend
     for task, count in rendered.counts.items():
         if len(raw["samples"][task]) != count:
             raise CheckFailed(f"{folder}: task {task}: {len(raw['samples'][task])} of {count} items came back")
+    if lm.answers.reused:
+        print(f"{lm.answers.reused} requests were answered before the last run ended", file=sys.stderr)
     return raw, about | {"truncated_requests": lm.truncated}
+
+
+def _windows(rendered: Rendered) -> dict[str, Any]:
+    return {name: text.model_dump() for name, text in rendered.texts.items()}
 
 
 def _samples(raw: dict, rendered: Rendered, task: str) -> list[dict[str, Any]]:
@@ -135,7 +154,16 @@ def _result(suite: Suite, rendered: Rendered, raw: dict, task: str, about: dict[
         choice = next(c for c in suite.choices if c.name == task)
         metrics = _choice_metrics(samples)
         settings |= _choice_settings(choice)
+    settings["protocol_sha256"] = _protocol_sha256(raw["samples"][task], settings)
     return Result(kind="quality", name=task, subject="", metrics=metrics, settings=settings)
+
+
+def _protocol_sha256(samples: list[dict[str, Any]], settings: dict[str, Any]) -> str:
+    """Digest of what was asked and how it is counted, whoever answers: results that share it may be compared."""
+    asked = sorted((s["doc_id"], s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
+    counted = ("task_version", "protocol", "primary", "shots", "template", "seeds", "partial")
+    windows = tuple(Text.model_fields)
+    return sha256_json([asked, {k: settings.get(k) for k in (*counted, *windows)}])
 
 
 def _choice_settings(choice: Choice) -> dict[str, Any]:
