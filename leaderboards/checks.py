@@ -47,17 +47,19 @@ def verdict(checks: list[Check]) -> tuple[State, str]:
 
 def compare(release: Release, first: str | None, second: str | None, task: str) -> Difference | None:
     """First minus second on the same items of a task by its primary metric; None when the items are not the same."""
-    if first is None or second is None:
+    by = release.scores().get(task, {})
+    if first not in by or second not in by:
         return None
-    a, b = release.samples.get((first, task)), release.samples.get((second, task))
+    a, b = (release.samples.get(by[name].number) for name in (first, second))
     if not a or not b or a.keys() != b.keys():
         return None
     pairs = [(a[k], b[k]) for k in sorted(a)]
     if "nats" in pairs[0][0]:
         nats = [x["nats"] for x, _ in pairs], [y["nats"] for _, y in pairs]
         return compare_bits(*nats, [x["bytes"] for x, _ in pairs])
-    primary = release.scores()[task][first].result.settings.get("primary", "acc")
-    return compare_accuracy([x[primary] for x, _ in pairs], [y[primary] for _, y in pairs])
+    primary = by[first].result.settings.get("primary", "acc")
+    clusters = [x["cluster"] for x, _ in pairs] if "cluster" in pairs[0][0] else None
+    return compare_accuracy([x[primary] for x, _ in pairs], [y[primary] for _, y in pairs], clusters)
 
 
 def p_text(p: float) -> str:

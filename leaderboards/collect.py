@@ -70,7 +70,7 @@ class Release:
     dataset: dict[str, Any] | None = None
     dataset_number: int = 0
     dataset_provenance: Provenance | None = None
-    samples: dict[tuple[str, str], dict[str, dict[str, Any]]] = field(default_factory=dict)
+    samples: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)  # by the number of their result
 
     @property
     def ours(self) -> str | None:
@@ -103,12 +103,38 @@ class Release:
         return next((r for r in self.runs if r.name == name), None)
 
     def scores(self) -> dict[str, dict[str, Found]]:
-        """Quality results by task, held-out text last, then by subject."""
-        by_task: dict[str, dict[str, Found]] = {}
+        """Quality results by task, held-out text last, then by subject.
+
+        Results of one task are together only when they asked the same: another set of items, another protocol or a
+        part of the items (`--limit`) is a row of its own, and is never ranked with the rest.
+        """
+        groups: dict[tuple[str, str], dict[str, Found]] = {}
         for f in self.of("quality"):
-            by_task.setdefault(f.result.name, {})[f.result.subject] = f
+            groups.setdefault((f.result.name, asked(f.result)), {})[f.result.subject] = f
+        by_task = dict(zip(_labels(groups), groups.values(), strict=True))
         text = lambda task: any(f.metric("bits_per_byte") for f in by_task[task].values())
         return {task: by_task[task] for task in sorted(by_task, key=lambda t: (text(t), t))}
+
+
+def asked(result: Result) -> str:
+    """What a quality result asked, as one digest: results that share it may be compared."""
+    return str(result.settings.get("protocol_sha256") or result.settings.get("items_sha256") or "")
+
+
+def _labels(groups: dict[tuple[str, str], dict[str, Found]]) -> list[str]:
+    """A name for each group: the task's, and what tells it from others of the same task."""
+    labels: list[str] = []
+    for (task, _), by in groups.items():
+        found = next(iter(by.values()))
+        settings, n = found.result.settings, found.result.metrics[0].n
+        about = [f"partial, {n} of {settings.get('suite_items', '?')} items"] if settings.get("partial") else []
+        if not about and any(name == task for name in labels):
+            about = [f"suite {settings.get('suite', '?')}, {n} items"]
+        label = " ".join([task, *(f"({a})" for a in about)])
+        while label in labels:
+            label += " "  # two protocols that differ in what is not named: the sources say in what
+        labels.append(label)
+    return labels
 
 
 def collect(folders: list[Path]) -> Release:
@@ -131,19 +157,26 @@ def collect(folders: list[Path]) -> Release:
 
 
 def _read_results(folder: Path, release: Release, number) -> None:
-    seen = {(f.result.kind, f.result.subject, f.result.name, str(f.result.settings)) for f in release.found}
+    seen = {_measurement(f.result) for f in release.found}
     hidden = lambda p: any(part.startswith(".") or part == "train" for part in p.relative_to(folder).parts)
     for path in sorted(p for p in folder.rglob("*--*.json") if not hidden(p)):
         result = load(path)
-        key = (result.kind, result.subject, result.name, str(result.settings))
+        key = _measurement(result)
         if key in seen:
             raise UserError(f"{path}: a second result of {result.subject} on {result.name}; remove one of the two")
         seen.add(key)
-        release.found.append(Found(next(number), path.relative_to(folder).as_posix(), result))
+        found = Found(next(number), path.relative_to(folder).as_posix(), result)
+        release.found.append(found)
         samples = path.parent / "samples" / f"{result.name}.jsonl"
         if result.kind == "quality" and samples.is_file():
             rows = _json_lines(samples, "file of samples", ("doc_hash", "item"))
-            release.samples[result.subject, result.name] = {r["doc_hash"] + str(r["item"]): r for r in rows}
+            release.samples[found.number] = {r["doc_hash"] + str(r["item"]): r for r in rows}
+
+
+def _measurement(result: Result) -> tuple[str, ...]:
+    """What only one result may say. Of scores: a subject on what was asked, by whatever backend and dtype."""
+    says = asked(result) if result.kind == "quality" else str(result.settings)
+    return result.kind, result.subject, result.name, says
 
 
 def _read_training(folder: Path, release: Release, number) -> None:

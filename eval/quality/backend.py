@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from zaya.errors import CheckFailed, UserError
+from zaya.eval.quality.identity import Answers
 from zaya.eval.quality.suite import Text
 from zaya.folder import loading
 from zaya.text import text_only
@@ -47,8 +48,13 @@ class _Checked:
     texts: dict[str, Text] = {}
     room: int  # most tokens of a request, context and scored together
     truncated = 0
+    answers = Answers()  # nothing is stored until a run says where
 
     def loglikelihood(self, requests, disable_tqdm: bool = False):
+        """(log-likelihood, whether greedy decoding gives it) of each request's answer."""
+        return self.answers.through(self, "loglikelihood", requests, lambda part: self._score(part, disable_tqdm))
+
+    def _score(self, requests, disable_tqdm: bool):
         self.checking = True
         try:
             quiet = disable_tqdm or not sys.stderr.isatty()
@@ -76,6 +82,9 @@ class _Checked:
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Sum of log-probabilities, nats, of each request's text."""
+        return self.answers.through(self, "loglikelihood_rolling", requests, self._roll)
+
+    def _roll(self, requests) -> list[float]:
         cut: list[tuple[None, list[int], list[int]]] = []
         owner: list[int] = []
         for i, request in enumerate(requests):
@@ -100,6 +109,21 @@ class CheckedHF(_Checked, HFLM):
         """<bos> and the text's ids. lm-eval's own leaves <bos> out where the text begins with those characters."""
         add = self.add_bos_token if add_special_tokens is None else add_special_tokens
         return super().tok_encode(string, add_special_tokens=add, **kwargs)
+
+    def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
+        """Ids and attention mask of prompts to go on from, each with its <bos>, which a cut on the left leaves.
+
+        lm-eval's own leaves <bos> out of the whole batch where the first text begins with those characters, and cuts
+        it off first.
+        """
+        rows = [self.tok_encode(s) for s in strings]
+        if left_truncate_len:
+            first = 1 if self.add_bos_token else 0
+            self.truncated += sum(len(ids) > left_truncate_len for ids in rows)
+            keep = lambda ids: ids[:first] + ids[len(ids) - left_truncate_len + first :]
+            rows = [keep(ids) if len(ids) > left_truncate_len else ids for ids in rows]
+        batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
 
 
 class CheckedServer(_Checked, LocalCompletionsAPI):

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from zaya.errors import CheckFailed, UserError
-from zaya.eval.quality.suite import Choice, Rendered, Suite, load_suite, render
-from zaya.files import check_target, stage_dir, write_text
+from zaya.eval.quality.identity import Answers, identity, tokenizer_sha256
+from zaya.eval.quality.suite import Choice, Rendered, Suite, Text, load_suite, render
+from zaya.files import check_target, sha256_json, stage_dir, write_text
 from zaya.folder import read_config
 from zaya.results import Metric, Result, digest, provenance, save
+from zaya.uncertainty import ratio_error
 from zaya.weights import weights_sha256
 
 log = logging.getLogger(__name__)
@@ -27,15 +30,10 @@ SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234,
 def bits_per_byte(nats: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
     """Bits per byte of documents with negative log-likelihoods `nats` and `sizes` bytes, and its standard error.
 
-    The ratio of the sums. Documents are the sampling unit: the error is that of a ratio estimator (Cochran, Sampling
-    Techniques, 1977, eq. 6.13 without the finite-population term); None for fewer than two documents.
+    The ratio of the sums. Documents are the sampling unit; the error is None for fewer than two.
     """
-    n, total = len(nats), sum(sizes)
-    ratio = sum(nats) / total
-    if n < 2:
-        return ratio / math.log(2), None
-    spread = sum((x - ratio * b) ** 2 for x, b in zip(nats, sizes, strict=True)) / (n - 1)
-    return ratio / math.log(2), math.sqrt(n * spread) / total / math.log(2)
+    value, error = ratio_error(nats, sizes)
+    return value / math.log(2), None if error is None else error / math.log(2)
 
 
 def score(
@@ -69,8 +67,10 @@ def score(
     weights = weights_sha256(folder)
     with _quiet(), tempfile.TemporaryDirectory(prefix="zaya-eval-") as scratch:
         rendered = render(chosen, Path(scratch), data, heldout, limit)
-        raw, about = _run(folder, backend, dtype, batch_size, rendered)
+        begun = None if out is None else out.parent / f".{out.name}.begun"
+        raw, about = _run(folder, backend, dtype, batch_size, rendered, (weights, limit, begun))
     about |= {"suite": chosen.name, "suite_seed": chosen.seed, "shots": 0, "seeds": SEEDS}
+    about |= {"template": None, "limit": limit, "tokenizer_sha256": tokenizer_sha256(folder)}
     results = [_result(chosen, rendered, raw, task, about) for task in rendered.counts]
     made = provenance(began, chosen.seed)
     for result in results:
@@ -82,25 +82,46 @@ def score(
                 save(stage, result)
                 lines = (json.dumps(s, ensure_ascii=False) + "\n" for s in _samples(raw, rendered, result.name))
                 write_text(stage / "samples" / f"{result.name}.jsonl", "".join(lines))
+        shutil.rmtree(out.parent / f".{out.name}.begun", ignore_errors=True)
     return results
 
 
-def _run(folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rendered) -> tuple[dict, dict[str, Any]]:
-    """lm-eval's answer, and the settings of the model that gave it."""
+def _run(
+    folder: Path, backend: str, dtype: str, batch_size: int, rendered: Rendered, stored: tuple[str, int | None, Any]
+) -> tuple[dict, dict[str, Any]]:
+    """lm-eval's answer, and the settings of the model that gave it.
+
+    stored: the weights' digest, the limit, and the folder where answers are kept until the run is whole, or None.
+    """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     from zaya.eval.quality.backend import build
 
     lm, about = build(folder, backend, dtype, batch_size, rendered.texts)
+    weights, limit, begun = stored
+    key = identity(folder, weights, about | {"address": backend, "windows": _windows(rendered)}, SEEDS, limit)
+    lm.answers = Answers(begun, key)
     tasks = TaskManager(include_path=str(rendered.folder), include_defaults=False)
     raw = lm_eval.simple_evaluate(
-        model=lm, tasks=list(rendered.counts), task_manager=tasks, batch_size=batch_size, use_cache=None, **SEEDS
+        model=lm,
+        tasks=list(rendered.counts),
+        task_manager=tasks,
+        batch_size=batch_size,
+        use_cache=None,
+        bootstrap_iters=0,
+        **SEEDS,
     )
     for task, count in rendered.counts.items():
         if len(raw["samples"][task]) != count:
             raise CheckFailed(f"{folder}: task {task}: {len(raw['samples'][task])} of {count} items came back")
+    if lm.answers.reused:
+        print(f"{lm.answers.reused} requests were answered before the last run ended", file=sys.stderr)
     return raw, about | {"truncated_requests": lm.truncated}
+
+
+def _windows(rendered: Rendered) -> dict[str, Any]:
+    return {name: text.model_dump() for name, text in rendered.texts.items()}
 
 
 def _samples(raw: dict, rendered: Rendered, task: str) -> list[dict[str, Any]]:
@@ -115,21 +136,34 @@ def _samples(raw: dict, rendered: Rendered, task: str) -> list[dict[str, Any]]:
         else:
             row |= {"log_likelihoods": [float(r[0]) for r in s["filtered_resps"]]}
             row |= {m: s[m] for m in ("acc", "acc_norm")}
+            if column := rendered.clusters.get(task):
+                row["cluster"] = sha256_json(s["doc"][column])[:16]
         rows.append(row)
     return rows
 
 
 def _result(suite: Suite, rendered: Rendered, raw: dict, task: str, about: dict[str, Any]) -> Result:
     samples = _samples(raw, rendered, task)
+    asked, whole = len(samples), rendered.whole[task]
     settings = about | {"items_sha256": rendered.digests[task], "task_version": raw["versions"][task]}
+    settings |= {"suite_items": whole, "partial": asked < whole, "cluster": rendered.clusters.get(task)}
     if task in rendered.texts:
         metrics = _text_metrics(samples)
         settings |= rendered.texts[task].model_dump() | {"protocol": "bits per byte", "primary": "bits_per_byte"}
     else:
         choice = next(c for c in suite.choices if c.name == task)
-        metrics = _choice_metrics(raw["results"][task], samples)
+        metrics = _choice_metrics(samples)
         settings |= _choice_settings(choice)
+    settings["protocol_sha256"] = _protocol_sha256(raw["samples"][task], settings)
     return Result(kind="quality", name=task, subject="", metrics=metrics, settings=settings)
+
+
+def _protocol_sha256(samples: list[dict[str, Any]], settings: dict[str, Any]) -> str:
+    """Digest of what was asked and how it is counted, whoever answers: results that share it may be compared."""
+    asked = sorted((s["doc_id"], s["doc_hash"], s["prompt_hash"], s["target_hash"]) for s in samples)
+    counted = ("task_version", "protocol", "primary", "shots", "template", "seeds", "partial")
+    windows = tuple(Text.model_fields)
+    return sha256_json([asked, {k: settings.get(k) for k in (*counted, *windows)}])
 
 
 def _choice_settings(choice: Choice) -> dict[str, Any]:
@@ -137,13 +171,12 @@ def _choice_settings(choice: Choice) -> dict[str, Any]:
     return {"protocol": form, "primary": choice.primary, "task_file": choice.include, "data": choice.data}
 
 
-def _choice_metrics(result: dict[str, Any], samples: list[dict[str, Any]]) -> list[Metric]:
-    n = len(samples)
-    metrics = []
+def _choice_metrics(samples: list[dict[str, Any]]) -> list[Metric]:
+    """Accuracies with standard errors that hold for items in clusters, and what guessing would get."""
+    n, metrics = len(samples), []
+    clusters = [s["cluster"] for s in samples] if "cluster" in samples[0] else None
     for name in ("acc", "acc_norm"):
-        error = result[f"{name}_stderr,none"]
-        error = error if isinstance(error, float) and math.isfinite(error) else None
-        value = float(result[f"{name},none"])
+        value, error = ratio_error([s[name] for s in samples], [1.0] * n, clusters)
         metrics.append(Metric(name=name, value=value, unit="fraction", stderr=error, n=n, higher_is_better=True))
     chance = sum(1 / len(s["log_likelihoods"]) for s in samples) / n
     return [*metrics, Metric(name="chance", value=chance, unit="fraction", n=n)]

@@ -41,6 +41,8 @@ class Choice(_Strict):
     """Items asked, chosen by the suite's seed; unset asks all."""
     primary: Literal["acc", "acc_norm"]
     """The metric that a comparison uses: accuracy, or accuracy with log-likelihoods per character."""
+    cluster: str | None = None
+    """Column whose equal values mark items that stand or fall together (a passage, a subject); unset: none do."""
 
 
 class Text(_Strict):
@@ -92,7 +94,9 @@ class Rendered:
     suite: Suite
     folder: Path
     counts: dict[str, int] = field(default_factory=dict)  # items per task
+    whole: dict[str, int] = field(default_factory=dict)  # items per task without a limit
     digests: dict[str, str] = field(default_factory=dict)  # of the items, per task
+    clusters: dict[str, str] = field(default_factory=dict)  # the column that clusters a task's items
     texts: dict[str, Text] = field(default_factory=dict)  # the tasks that are bits per byte
 
 
@@ -139,10 +143,17 @@ def render(suite: Suite, folder: Path, data: Path | None, heldout: Path | None, 
         key = lambda i, name=task.data: f"{name}:{i}"
         numbers = pick(range(DATASETS[task.data].rows), key, least(task.items), suite.seed)
         rows = [{"item": str(i), **r} for i, r in zip(numbers, read_rows(task.data, data, numbers), strict=True)]
+        if task.cluster and task.cluster not in rows[0]:
+            raise UserError(f"suite task {task.name}: cluster: {task.data} has no column {task.cluster}")
         _write(out, task.name, rows, _choice_yaml(task, folder))
+        out.whole[task.name] = min(task.items or DATASETS[task.data].rows, DATASETS[task.data].rows)
+        if task.cluster:
+            out.clusters[task.name] = task.cluster
     for text in suite.texts:
-        rows = pick(_documents(text, heldout), lambda r: r["item"], least(text.items), suite.seed)
+        documents = _documents(text, heldout)
+        rows = pick(documents, lambda r: r["item"], least(text.items), suite.seed)
         _write(out, text.name, rows, TEXT_YAML)
+        out.whole[text.name] = min(text.items or len(documents), len(documents))
         out.texts[text.name] = text
     return out
 

@@ -38,6 +38,37 @@ def test_a_prompt_that_begins_with_the_characters_of_bos_is_scored_after_bos(fol
     assert got == pytest.approx(sum(want), abs=1e-4)
 
 
+def test_a_batch_of_prompts_to_go_on_from_keeps_each_bos(folder):
+    lm, _ = build(folder, "hf", "float32", 1, {})
+    texts = [TEXT, "def f(x):", "x"]  # the first begins with the characters of <bos>
+    ids, mask = lm.tok_batch_encode(texts)
+    for row, kept, text in zip(ids.tolist(), mask.tolist(), texts, strict=True):
+        real = [t for t, m in zip(row, kept, strict=True) if m]
+        assert real == lm.tok_encode(text)
+        assert (real[0], real.count(1)) == (1, 1)
+        assert kept == sorted(kept)  # padded on the left
+    whole = lm.tok_encode(TEXT)
+    short, _ = lm.tok_batch_encode(texts, left_truncate_len=8)
+    assert short[0].tolist() == [1, *whole[-7:]]
+    assert lm.truncated == sum(len(lm.tok_encode(t)) > 8 for t in texts) >= 1
+
+
+def test_a_prompt_that_begins_with_the_characters_of_bos_is_gone_on_from_after_bos(folder):
+    from lm_eval.api.instance import Instance
+
+    lm, _ = build(folder, "hf", "float32", 2, {})
+    kwargs = {"until": ["\n\n\n"], "max_gen_toks": 6, "do_sample": False}
+    requests = [
+        Instance("generate_until", {}, (t, kwargs), i, metadata=("t", i, 1)) for i, t in enumerate([TEXT, "x"])
+    ]
+    answers = lm.generate_until(requests, disable_tqdm=True)
+    model = stock(folder)
+    for text, answer in zip([TEXT, "x"], answers, strict=True):
+        ids = lm.tokenizer(text, return_tensors="pt")["input_ids"]
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        assert answer == lm.tokenizer.decode(want, skip_special_tokens=True).split("\n\n\n")[0]
+
+
 def test_probes_of_verify_and_of_the_server(folder, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in (TEXT, *TEXTS)))

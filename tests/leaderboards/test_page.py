@@ -10,7 +10,7 @@ import pytest
 
 from tests.leaderboards.support import BIGRAM, LOSS, make_release
 from zaya.errors import UserError
-from zaya.files import read_manifest
+from zaya.files import read_manifest, write_text
 from zaya.leaderboards.checks import compare, run_checks, verdict
 from zaya.leaderboards.cli import build
 from zaya.leaderboards.collect import collect
@@ -234,3 +234,48 @@ def test_a_run_that_a_changed_recipe_moved_aside_is_not_shown(tmp_path):
     runs = [r.name for r in collect([folder]).runs]
     shutil.copytree(folder / "train" / runs[0], folder / "train" / f".{runs[0]}.previous")
     assert [r.name for r in collect([folder]).runs] == runs
+
+
+def scored_again(folder: Path, number: int, **settings) -> None:
+    """The piqa result of one model again in `folder`/again, with other settings and the first 20 of its items."""
+    source, again = folder / "scores" / str(number), folder / "scores" / f"again{number}"
+    [path] = source.glob("*piqa*.json")
+    result = load(path)
+    result.metrics = [m.model_copy(update={"n": 20, "value": 0.99}) for m in result.metrics]
+    result.settings |= settings
+    save(again, result)
+    rows = (source / "samples" / "piqa.jsonl").read_text().splitlines()[:20]
+    write_text(again / "samples" / "piqa.jsonl", "\n".join(rows))
+
+
+def test_a_part_of_the_items_is_never_ranked_with_the_whole(tmp_path):
+    make_release(tmp_path)
+    for number in (0, 1):
+        scored_again(tmp_path, number, partial=True, suite_items=100, protocol_sha256="part")
+    release = collect([tmp_path])
+    label = "piqa (partial, 20 of 100 items)"
+    assert set(release.scores()["piqa"]) == {"zaya", "qwen3", "random"}
+    assert {f.result.metrics[0].n for f in release.scores()["piqa"].values()} == {100}
+    assert set(release.scores()[label]) == {"zaya", "qwen3"}
+    assert compare(release, "zaya", "random", label) is None
+    assert compare(release, "zaya", "qwen3", label).n == 20
+    assert compare(release, "zaya", "qwen3", "piqa").n == 100
+    page = render(release, "A title", 0.7)
+    assert label in page
+    assert "mean of 3 tasks, against qwen3" in page  # the part is not in the mean
+
+
+def test_one_model_scored_twice_on_the_same_questions_is_refused(tmp_path):
+    make_release(tmp_path)
+    scored_again(tmp_path, 0, backend="vllm")
+    with pytest.raises(UserError, match="a second result of zaya on piqa"):
+        collect([tmp_path])
+
+
+def test_differences_are_shown_against_every_other_model_with_holm_and_what_was_detectable(folder):
+    page = render(collect([folder]), "A title", 0.7)
+    for other in ("qwen3", "random"):
+        for task in ("arc_easy", "hellaswag", "piqa", "heldout_python"):
+            assert f"{task}, against {other}" in page
+    assert "p, Holm" in page
+    assert "Detectable" in page

@@ -93,3 +93,75 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
         low, high = stats.bootstrap_interval(rng.normal(0.3, 1.0, 60), np.ones(60), seed)
         hits += low <= 0.3 <= high
     assert 85 <= hits <= 100
+
+
+def test_holm_is_the_closed_step_down_procedure():
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.9, 0.6]) == [1.0, 1.0]
+    assert stats.holm([]) == []
+
+
+def test_holm_keeps_the_family_wise_error():
+    rng = np.random.default_rng(5)
+    wrong = sum(min(stats.holm(rng.random(12).tolist())) < 0.05 for _ in range(2000))
+    assert 60 <= wrong <= 140  # 5 % of 2000, five standard deviations
+
+
+def clustered(rng, n_clusters: int, effect: float = 0.0) -> tuple[list[float], list[float], list[int]]:
+    """Two models' answers: the items of a cluster are nearly always gained or lost together."""
+    sizes = rng.integers(1, 16, n_clusters)
+    clusters = np.repeat(np.arange(n_clusters), sizes)
+    side = np.repeat(rng.random(n_clusters) < 0.5 + effect, sizes)
+    first = np.where(side, 1.0, 0.0)
+    return first.tolist(), (1 - first).tolist(), clusters.tolist()
+
+
+def test_clusters_keep_the_error_rate_that_single_items_break():
+    rng, naive, kept = np.random.default_rng(1), 0, 0
+    for _ in range(60):
+        first, second, clusters = clustered(rng, 30)
+        naive += stats.compare_accuracy(first, second).p < 0.05
+        kept += stats.compare_accuracy(first, second, clusters).p < 0.05
+    assert naive > 20  # items that are not independent look like evidence
+    assert kept <= 9  # 5 % of 60 is 3
+
+
+def test_the_clustered_interval_covers_and_its_error_is_that_of_resampled_clusters():
+    first, second, clusters = clustered(np.random.default_rng(2), 80)
+    d = stats.compare_accuracy(first, second, clusters)
+    assert (d.n, d.clusters) == (len(first), 80)
+    plain = stats.compare_accuracy(first, second)
+    assert d.value == plain.value
+    assert d.high - d.low > 2 * (plain.high - plain.low)
+    assert d.stderr == pytest.approx((d.high - d.low) / 2 / 1.96, rel=0.05)
+
+
+@pytest.mark.parametrize("power_at", [1.0, 1.6])
+def test_the_detectable_difference_is_found_about_four_times_in_five(power_at):
+    rng, stderr = np.random.default_rng(9), 0.02
+    true = stats.detectable(stderr) * power_at
+    found = np.mean(np.abs(rng.normal(true, stderr, 20_000)) / stderr > 1.96)
+    assert found == pytest.approx(0.8, abs=0.01) if power_at == 1.0 else found > 0.98
+    assert stats.detectable(None) is None
+    assert stats.detectable(stderr, 0.05 / 20) > stats.detectable(stderr)
+
+
+def test_an_effective_number_of_items_gives_the_clustered_error_back():
+    assert stats.effective_items(0.3, 1000, math.sqrt(0.3 * 0.7 / 250)) == 250
+    assert stats.effective_items(0.3, 1000, 0.001) == 1000  # never more than were asked
+    assert stats.effective_items(1.0, 1000, 0.0) == 1000
+
+
+def test_the_mean_over_tasks_is_the_z_test_of_independent_differences():
+    parts = [stats.compare_accuracy(RNG.integers(0, 2, 200), RNG.integers(0, 2, 200)) for _ in range(4)]
+    mean = stats.mean_difference(parts)
+    stderr = math.sqrt(sum(d.stderr**2 for d in parts)) / 4
+    assert mean.value == pytest.approx(np.mean([d.value for d in parts]))
+    assert mean.p == pytest.approx(2 * scipy_stats.norm.sf(abs(mean.value) / stderr))
+    assert mean.n == 800
+
+
+def test_scores_between_nought_and_one_are_flipped_not_counted():
+    first, second = RNG.random(50), RNG.random(50)
+    d = stats.compare_accuracy(first.tolist(), second.tolist())
+    assert d.p == stats.sign_flip_p(first - second)
