@@ -48,7 +48,7 @@ class Metric(_Strict):
 
 
 class Provenance(_Strict):
-    """What produced a result."""
+    """What produced a result. The commit is this project's own, and None where the code is not a checkout of it."""
 
     git_commit: str | None
     git_dirty: bool | None
@@ -77,10 +77,19 @@ class Result(_Strict):
 
 
 @functools.cache
+def _checkout() -> bool:
+    """Whether this code is the checkout of its own repository: not in an environment inside somebody else's."""
+    root, top = Path(__file__).resolve().parents[1], _git("rev-parse", "--show-toplevel")
+    about = root / "pyproject.toml"
+    return top is not None and Path(top) == root and about.is_file() and 'name = "zaya"\n' in about.read_text()
+
+
+@functools.cache
 def _git(*args: str) -> str | None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}  # inside a hook they name another one
     try:
         done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10
+            ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10, env=env
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -119,10 +128,11 @@ def hardware() -> dict[str, Any]:
 
 def provenance(started: datetime.datetime, seed: int | None = None) -> Provenance:
     """Provenance of a result that this process made, started at `started` (timezone-aware)."""
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    ours = _checkout()
+    status = _git("status", "--porcelain", "--untracked-files=no") if ours else None
     now = datetime.datetime.now(datetime.UTC)
     return Provenance(
-        git_commit=_git("rev-parse", "HEAD"),
+        git_commit=_git("rev-parse", "HEAD") if ours else None,
         git_dirty=None if status is None else bool(status),
         versions=versions(),
         python=platform.python_version(),

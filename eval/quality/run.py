@@ -94,6 +94,7 @@ def _run(
     stored: the weights' digest, the limit, and the folder where answers are kept until the run is whole, or None.
     """
     import lm_eval
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
     from zaya.eval.quality.backend import build
@@ -103,6 +104,10 @@ def _run(
     key = identity(folder, weights, about | {"address": backend, "windows": _windows(rendered)}, SEEDS, limit)
     lm.answers = Answers(begun, key)
     tasks = TaskManager(include_path=str(rendered.folder), include_defaults=False)
+    # lm-eval asks git in the working folder, which is the user's (and git complains where there is no repository), and
+    # asks the system about itself for seconds; neither is used: `provenance` says what produced a result
+    evaluator.get_git_commit_hash = lambda: None
+    evaluator.add_env_info = lambda results: None
     raw = lm_eval.simple_evaluate(
         model=lm,
         tasks=list(rendered.counts),

@@ -352,6 +352,16 @@ def test_the_command_exits_2_with_one_line(folder, tmp_path):
     assert "no such suite" in done.stderr
 
 
+def test_outside_a_repository_standard_error_is_ours_alone(folder, heldout, tmp_path):
+    argv = [sys.executable, "-P", "-m", "zaya", "eval", str(folder), "--suite", "heldout", "--heldout", str(heldout)]
+    argv += ["--limit", "2", "--out", str(tmp_path / "out"), "--name", "it"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    says, line = done.stderr.strip().splitlines()  # nothing of git's, which lm-eval would ask in the working folder
+    assert says == "scoring 2 requests"
+    assert line.startswith("it: heldout_text: bits_per_byte ")
+
+
 def test_the_command_prints_one_json_object(folder, heldout, capsys):
     evaluate(folder, suite="heldout", heldout=heldout, limit=2, as_json=True)
     printed = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import subprocess
 
 import pytest
 
@@ -26,6 +27,27 @@ def test_round_trip_and_provenance(tmp_path):
     assert p.seed == 1
     assert p.git_commit is None or len(p.git_commit) == 40
     assert [r.name for r in results.load_all(tmp_path)] == ["piqa"]
+
+
+@pytest.mark.parametrize(
+    ("below", "ours"), [(".venv/lib/python3.11/site-packages", False), (".", True), ("src", False)]
+)
+def test_the_commit_is_of_our_own_checkout_only(tmp_path, monkeypatch, below, ours):
+    """An environment inside a user's repository has the user's commit above it."""
+    (tmp_path / below / "zaya").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "zaya"\n')
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "theirs"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / below / "zaya" / "results.py"))
+    results._git.cache_clear()
+    results._checkout.cache_clear()
+    try:
+        made = make().provenance
+        assert (made.git_commit is not None, made.git_dirty) == ((True, False) if ours else (False, None))
+    finally:
+        results._git.cache_clear()
+        results._checkout.cache_clear()
 
 
 def test_digest_ignores_provenance_only(tmp_path):
