@@ -1,4 +1,4 @@
-"""ZAYA1 as a plugin of stock vLLM (0.26 to 0.33): `pip install` is all that it takes, vLLM finds the entry point.
+"""ZAYA1 as a plugin of stock vLLM (0.26 to 0.34): `pip install` is all that it takes, vLLM finds the entry point.
 
 Importing this package loads neither vLLM nor torch; vLLM calls `register` in each of its processes.
 """

@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 import zaya.vllm.state  # noqa: F401 - registers the op
 from zaya.errors import UserError
 from zaya.vllm import STATE_OP
+from zaya.vllm.compat import kept_by_reload
 from zaya.vllm.state import ConvWeights, by_heads, by_taps
 
 
@@ -43,6 +44,18 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, torch.dtype]:
     return dtype, dtype
 
 
+def load_with(param: nn.Parameter, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have `param` loaded from `convert` of the checkpoint's tensor."""
+
+    # vLLM's reload calls the loader again with another tensor, which it binds to the name `param`: under another name
+    # the loader fills the tensor that is thrown away
+    def load(param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(convert(loaded_weight))
+
+    set_weight_attrs(param, {"weight_loader": load})
+
+
+@kept_by_reload
 class Convolution(nn.Module):
     """Holds the weights of a convolution in the layout of the state op: `lay_out` of the checkpoint's tensor, after
     `own` has taken this rank's share of it."""
@@ -51,8 +64,8 @@ class Convolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(channels), requires_grad=False)
-        set_weight_attrs(self.weight, {"weight_loader": lambda p, loaded: p.data.copy_(lay_out(own(loaded)))})
-        set_weight_attrs(self.bias, {"weight_loader": lambda p, loaded: p.data.copy_(own(loaded))})
+        load_with(self.weight, lambda loaded: lay_out(own(loaded)))
+        load_with(self.bias, own)
 
 
 class ZayaCCA(nn.Module, MambaBase):
@@ -137,7 +150,7 @@ class ZayaQKNorm(nn.Module):
         ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.length = config.head_dim**0.5
         self.temp = nn.Parameter(torch.zeros(config.num_key_value_heads // ranks), requires_grad=False)
-        set_weight_attrs(self.temp, {"weight_loader": lambda p, loaded: p.data.copy_(loaded.chunk(ranks)[rank])})
+        load_with(self.temp, lambda loaded: loaded.chunk(ranks)[rank])
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query [T, heads, d], key [T, groups, d] -> the same, in the same dtype."""

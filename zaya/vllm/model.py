@@ -1,6 +1,6 @@
 """ZAYA1 for vLLM. Parameter names are those of the Hugging Face folder; shapes as in `zaya.modeling_zaya`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -26,9 +26,10 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.sequence import IntermediateTensors
 
+from zaya.errors import UserError
 from zaya.vllm import LOADED_LINE
 from zaya.vllm.attention import ZayaAttention, state_dtypes, state_shapes
-from zaya.vllm.compat import fused_experts
+from zaya.vllm.compat import fused_experts, kept_by_reload, laid_out, reloading, unwrap_loaders
 
 logger = init_logger("vllm.plugins.zaya")  # a name below vllm's, whose handler and level it takes
 
@@ -53,6 +54,7 @@ class ZayaRouterMLP(nn.Module):
         return self.out_proj(F.gelu(self.fc2(F.gelu(self.fc1(self.norm(state)))))).float()
 
 
+@kept_by_reload
 class ZayaRouter(nn.Module):
     """Chooses an expert or the skip class for each token; its state goes on to the next layer's router."""
 
@@ -116,6 +118,7 @@ class ZayaMoE(nn.Module):
         return y, state
 
 
+@kept_by_reload
 class ZayaResidualScaling(nn.Module):
     """(h + b) * s + (r + b') * s': the branch h joins the fp32 residual stream r."""
 
@@ -151,6 +154,7 @@ class ZayaDecoderLayer(nn.Module):
         return self.post_mlp_residual_scale(h, residual), state
 
 
+@kept_by_reload
 @support_torch_compile
 class ZayaModel(nn.Module):
     """Embedding, this pipeline rank's layers, final norm. The router state crosses ranks beside the residual."""
@@ -254,7 +258,25 @@ class ZayaForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsPP):
         return self.logits_processor(self.lm_head, hidden_states, getattr(self.lm_head, "bias", None))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a Hugging Face folder's tensors by name. Raises ValueError for a name that the model does not have."""
+        """Load a Hugging Face folder's tensors by name, all or some. Raises ValueError for a name that the model does
+        not have, and UserError where vLLM has packed the weights and nobody would pack these."""
+        if not reloading(self):
+            if laid_out(self):
+                raise UserError(
+                    "load_weights was called on a served model whose weights vLLM has packed for its kernels, and "
+                    'nothing was loaded; send them by llm.collective_rpc("reload_weights", ...), which packs them anew'
+                )
+            unwrap_loaders(self)
         if self.config.tie_word_embeddings:
-            weights = ((name, w) for name, w in weights if name != "lm_head.weight")
+            weights = _tied(weights, again=reloading(self) and get_pp_group().is_last_rank)
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+
+def _tied(weights: Iterable[tuple[str, torch.Tensor]], again: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights without an output head; `again`: with the embedding as the head, for a reload takes the two layers
+    apart, and a head that it gives nothing keeps what was packed of the old one."""
+    for name, weight in weights:
+        if name != "lm_head.weight":
+            yield name, weight
+        if again and name == "model.embed_tokens.weight":
+            yield "lm_head.weight", weight
