@@ -27,11 +27,11 @@ from zaya.cache import ZayaCache, read_state, write_state
 from zaya.configuration_zaya import ZayaConfig
 from zaya.generation import CACHE_FIELD, ZayaGenerationMixin
 from zaya.inputs import check_inputs
-from zaya.kernels.cca import cca, convolve_called, late_values, means, normalise, rotate
+from zaya.kernels.cca import assemble, cca, convolve_called, normalise, with_past
 from zaya.kernels.linear_cross_entropy import linear_cross_entropy
 from zaya.kernels.moe import moe
 from zaya.kernels.residual_norm import residual_norm
-from zaya.kernels.router import choose, router, router_from_hidden
+from zaya.kernels.router import choose, count_classes, router, router_from_hidden
 from zaya.masking import Layout, depth_from_cu_seqlens, make_layout
 from zaya.plain import plain, readable
 
@@ -42,13 +42,14 @@ _FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_lengt
 class ZayaRMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis; the mean square is taken in fp32."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, config: ZayaConfig):
         super().__init__()
+        self.config = config
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return residual_norm(x, norm=(self.weight, self.eps))[1]
+        return residual_norm(x, norm=(self.weight, self.eps), backend=self.config.kernels)[1]
 
 
 class ZayaRotaryEmbedding(nn.Module):
@@ -88,7 +89,7 @@ class ZayaCCA(nn.Module):
 
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx, self.backend = layer_idx, config.kernels
+        self.config, self.layer_idx = config, layer_idx
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.hidden_size = hidden = config.hidden_size
@@ -118,9 +119,11 @@ class ZayaCCA(nn.Module):
         if plain(depthwise, grouped, qk_norm):
             weights = (depthwise.weight, depthwise.bias), (grouped.weight, grouped.bias), qk_norm.temp
             start = None if first is None else first[0, 0]
-            out = cca(qkv, *weights, rope, start, state, layout.depth, self.backend)
+            out = cca(qkv, *weights, rope, start, state, layout.depth, self.config.kernels)
         else:
-            out = self._call(qkv, rope, qk_norm, first, state, layout.depth)
+            mix = lambda x: self._convolve(x, layout.depth)
+            sizes = self.heads, self.groups, self.head_dim
+            out = assemble(mix, qk_norm, qkv, sizes, self.reach, rope, first, state, layout.depth)
         if cache is not None:  # last: a cache may replace in place the state that was read
             self._remember(cache, state, qkv, delayed, first, layout.real)
         return out
@@ -135,27 +138,15 @@ class ZayaCCA(nn.Module):
 
     def _remember(self, cache, state, qkv, delayed, first, real) -> None:
         columns = qkv[..., : (self.heads + self.groups) * self.head_dim]
-        if state is None:
-            before = delayed.new_zeros(delayed.shape[0], 1, delayed.shape[2]) if first is None else first
-            columns = F.pad(columns, (0, 0, self.reach, 0))
-        else:
-            columns, before = torch.cat([state[0], columns], dim=1), state[1]
+        before = first if state is None else state[1]
+        before = torch.zeros_like(delayed[:, :1]) if before is None else before
+        columns = with_past(columns, state, self.reach)
         write_state(cache, self.layer_idx, columns, torch.cat([before, delayed], dim=1), real, self.reach)
 
-    def _call(self, qkv, rope, qk_norm, first, state, depth):
-        """What `cca` computes, by calling the modules, whatever stands in their places."""
-        columns, value = qkv.tensor_split([(self.heads + self.groups) * self.head_dim], dim=-1)
-        current, delayed = value.chunk(2, dim=-1)
-        q, k = columns.tensor_split([self.heads * self.head_dim], dim=-1)
-        columns = F.pad(columns, (0, 0, self.reach, 0)) if state is None else torch.cat([state[0], columns], dim=1)
+    def _convolve(self, columns: torch.Tensor, depth: torch.Tensor | None) -> torch.Tensor:
+        """By calling the convolutions, whatever modules stand in their places."""
         mixed = convolve_called(columns, self.conv_qk_depthwise, self.conv_qk_grouped, self.reach, depth)
-        mixed = mixed.unflatten(-1, (-1, self.head_dim))
-        mean_q, mean_k = means(q, k, self.groups, self.head_dim)
-        query, key = qk_norm(mixed[:, :, : self.heads] + mean_q, mixed[:, :, self.heads :] + mean_k)
-        start = torch.zeros_like(delayed[:, :1]) if first is None else first
-        late = late_values(delayed, start, start if state is None else state[1], depth)
-        value = torch.cat([current, late], dim=-1).unflatten(-1, (self.groups, self.head_dim))
-        return rotate(query, *rope).to(qkv.dtype), rotate(key, *rope).to(qkv.dtype), value
+        return mixed.unflatten(-1, (-1, self.head_dim))
 
     def _first_delayed(self, like: torch.Tensor) -> torch.Tensor | None:
         """The delayed value of a document's first token: the projection of zero, [B, 1, G d / 2]; None for zero."""
@@ -228,7 +219,7 @@ class ZayaRouterMLP(nn.Module):
     def __init__(self, config: ZayaConfig):
         super().__init__()
         size = config.router_hidden_size
-        self.norm = ZayaRMSNorm(size, config.rms_norm_eps)
+        self.norm = ZayaRMSNorm(size, config)
         self.fc1 = nn.Linear(size, size)
         self.fc2 = nn.Linear(size, size)
         self.out_proj = nn.Linear(size, config.num_experts + 1, bias=False)
@@ -328,15 +319,16 @@ class ZayaMoE(nn.Module):
 class ZayaResidualScaling(nn.Module):
     """(h + b) * s + (r + b') * s': the branch h joins the fp32 residual stream r."""
 
-    def __init__(self, size: int):
+    def __init__(self, config: ZayaConfig):
         super().__init__()
+        self.config, size = config, config.hidden_size
         self.hidden_states_scale = nn.Parameter(torch.ones(size))
         self.hidden_states_bias = nn.Parameter(torch.zeros(size))
         self.residual_scale = nn.Parameter(torch.ones(size))
         self.residual_bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return residual_norm(residual, h, self.vectors())[0]
+        return residual_norm(residual, h, self.vectors(), backend=self.config.kernels)[0]
 
     def vectors(self) -> tuple[torch.Tensor, ...]:
         """(s, b, s', b')."""
@@ -348,13 +340,13 @@ class ZayaDecoderLayer(nn.Module):
 
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
-        self.num_classes = config.num_experts + 1
-        self.input_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.config = config
+        self.input_layernorm = ZayaRMSNorm(config.hidden_size, config)
         self.self_attn = ZayaAttention(config, layer_idx)
-        self.post_attention_residual_scale = ZayaResidualScaling(config.hidden_size)
-        self.post_attention_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_residual_scale = ZayaResidualScaling(config)
+        self.post_attention_layernorm = ZayaRMSNorm(config.hidden_size, config)
         self.mlp = ZayaMoE(config, layer_idx)
-        self.post_mlp_residual_scale = ZayaResidualScaling(config.hidden_size)
+        self.post_mlp_residual_scale = ZayaResidualScaling(config)
 
     def forward(self, residual, state, layout, rope, cache=None, count=False, keep_logits=False, **kwargs):
         """residual [B, S, D] fp32 and router state [T, R] -> (residual, state, expert counts [E + 1] int64 or None,
@@ -362,24 +354,14 @@ class ZayaDecoderLayer(nn.Module):
         a, attention = self.self_attn(self.input_layernorm(residual), layout, rope, cache, **kwargs)
         scaling, norm = self.post_attention_residual_scale, self.post_attention_layernorm
         if plain(scaling, norm):
-            residual, h = residual_norm(residual, a, scaling.vectors(), (norm.weight, norm.eps))
+            residual, h = residual_norm(residual, a, scaling.vectors(), (norm.weight, norm.eps), self.config.kernels)
         else:
             residual = scaling(a, residual)
             h = norm(residual)
         m, routing = self.mlp(h, state, keep_logits)
         residual = self.post_mlp_residual_scale(m, residual)
-        counts = self._count(routing, layout.real) if count else None
+        counts = count_classes(routing, layout.real, self.config.num_experts + 1) if count else None
         return residual, routing.state, counts, routing.logits if keep_logits else None, attention
-
-    @torch.no_grad()
-    def _count(self, routing, real: torch.Tensor | None) -> torch.Tensor:
-        if real is None and routing.counts is not None:
-            return routing.counts.long()
-        expert_ids = routing.expert_ids
-        chosen = expert_ids.unsqueeze(1) == torch.arange(self.num_classes, device=expert_ids.device)
-        if real is not None:
-            chosen = chosen & real.reshape(-1, 1)
-        return chosen.sum(0)
 
 
 class ZayaPreTrainedModel(PreTrainedModel):
@@ -435,7 +417,7 @@ class ZayaModel(ZayaPreTrainedModel):
         self.input_hidden_states_scale = nn.Parameter(torch.ones(config.hidden_size))
         self.input_hidden_states_bias = nn.Parameter(torch.zeros(config.hidden_size))
         self.layers = nn.ModuleList(ZayaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = ZayaRMSNorm(config.hidden_size, config)
         self.rotary_emb = ZayaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self._expert_counts: torch.Tensor | None = None

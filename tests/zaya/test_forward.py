@@ -153,3 +153,20 @@ def test_attention_bias_and_three_tap_convolutions_equal_stock():
     ids = tokens(model, 2, 16)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, twin(model)(ids).logits, **TOLERANCE)
+
+
+def test_every_op_heeds_the_kernels_of_the_config_whenever_it_is_set(monkeypatch):
+    import importlib
+
+    asked = {}
+    ops = ("cca", "linear_cross_entropy", "moe", "residual_norm", "router")
+    for op in ops:
+        record = lambda device, requested="auto", op=op: asked.setdefault(op, set()).add(requested) or "reference"
+        monkeypatch.setattr(importlib.import_module(f"zaya.kernels.{op}"), "pick_backend", record)
+    model = make().train()
+    for name in ("reference", "triton"):
+        asked.clear()
+        model.config.kernels = name
+        ids = torch.arange(3, 13)[None]
+        model(ids, labels=ids, skip_logits=True)
+        assert asked == {op: {name} for op in ops}

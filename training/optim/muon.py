@@ -14,7 +14,8 @@ import torch
 
 from zaya.kernels.newton_schulz import newton_schulz
 
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 29}  # a CPU's cache should hold a stack and its Gram matrices
+CHUNK_BYTES = 1 << 20  # on a CPU: its cache should hold a stack and its Gram matrices
+CHUNK_BYTES_GPU = 1 << 29
 
 
 def as_matrices(tensor: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -65,7 +66,8 @@ class Muon(torch.optim.Optimizer):
         targets = [t for target, _, _ in entries for t in target.unbind()]
         rates = [lr for target, _, lr in entries for _ in range(len(target))]
         updates = torch.cat([update for _, update, _ in entries]) if len(entries) > 1 else entries[0][1]
-        size = max(1, CHUNK_BYTES[updates.device.type] // (updates[0].numel() * self.ns_dtype.itemsize))
+        limit = CHUNK_BYTES if updates.device.type == "cpu" else CHUNK_BYTES_GPU
+        size = max(1, limit // (updates[0].numel() * self.ns_dtype.itemsize))
         for start in range(0, len(targets), size):
             chunk = newton_schulz(updates[start : start + size], self.ns_steps, dtype=self.ns_dtype)
             for target, update, lr in zip(targets[start:], chunk.unbind(), rates[start:], strict=False):

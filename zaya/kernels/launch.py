@@ -74,6 +74,13 @@ def ready(x: Tensor, kernel: Any) -> contextlib.AbstractContextManager:
     return on_device(x)
 
 
+def backend_of(x: Tensor) -> str:
+    """The row of the tile tables for x's device: "cuda", "hip" or "interpreter"."""
+    if x.device.type == "cpu":
+        return "interpreter"
+    return "hip" if HIP else "cuda"
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few for the interpreter."""

@@ -176,7 +176,7 @@ ROUTER_VECTOR_WIDTH = 1024  # of a hidden width that is a multiple of this
 
 
 @dataclass(frozen=True, eq=False)
-class RouterTile:
+class LaunchTile:
     """One launch: block sizes (constexpr arguments), launch options, and into how many ranges a sum is split."""
 
     blocks: dict[str, int]
@@ -188,30 +188,30 @@ class RouterTile:
         """Whether it starts before the kernel before it has ended (CUDA's programmatic dependent launch)."""
         return bool(self.options.get("launch_pdl"))
 
-    def fit(self, width: int) -> "RouterTile":
+    def fit(self, width: int) -> "LaunchTile":
         """The same tile with BK lowered to divide a reduction of `width`."""
         return _fit_router(self, width)
 
 
 @functools.cache
-def _fit_router(tile: RouterTile, width: int) -> RouterTile:
+def _fit_router(tile: LaunchTile, width: int) -> LaunchTile:
     return replace(tile, blocks=tile.blocks | {"BK": min(tile.blocks["BK"], width & -width)})
 
 
-def _cuda(warps: int, stages: int, splits: int = 1, **blocks: int) -> RouterTile:
-    return RouterTile(blocks, {"num_warps": warps, "num_stages": stages}, splits)
+def _cuda(warps: int, stages: int, splits: int = 1, **blocks: int) -> LaunchTile:
+    return LaunchTile(blocks, {"num_warps": warps, "num_stages": stages}, splits)
 
 
-def _pdl(tile: RouterTile) -> RouterTile:
+def _pdl(tile: LaunchTile) -> LaunchTile:
     return replace(tile, options=tile.options | {"launch_pdl": True})
 
 
-def _hip(warps: int, stages: int, splits: int = 1, **blocks: int) -> RouterTile:
-    return RouterTile(blocks, {"num_warps": warps, "num_stages": stages, "matrix_instr_nonkdim": 16}, splits)
+def _hip(warps: int, stages: int, splits: int = 1, **blocks: int) -> LaunchTile:
+    return LaunchTile(blocks, {"num_warps": warps, "num_stages": stages, "matrix_instr_nonkdim": 16}, splits)
 
 
 # (kernel, backend) -> ((largest T, tile), …), the last without a limit
-ROUTER: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
+ROUTER: dict[tuple[str, str], tuple[tuple[float, LaunchTile], ...]] = {
     ("fwd", "cuda"): (
         (2048, _cuda(8, 2, BT=16, BC=64)),
         (8192, _cuda(8, 2, BT=32, BC=64)),
@@ -243,18 +243,18 @@ ROUTER: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
 }
 
 
-def router_tile(kernel: str, backend: str, tokens: int, width: int) -> RouterTile:
+def router_tile(kernel: str, backend: str, tokens: int, width: int) -> LaunchTile:
     """The tile of `kernel` for `tokens` tokens and router width `width`."""
     return _narrowed(tile_for(ROUTER[kernel, backend], tokens), width)
 
 
 @functools.cache
-def _narrowed(tile: RouterTile, width: int) -> RouterTile:
+def _narrowed(tile: LaunchTile, width: int) -> LaunchTile:
     shrink = {k: min(v, width) for k, v in tile.blocks.items() if k in ("BC", "BM", "BN") and width}
     return replace(tile, blocks=tile.blocks | shrink)
 
 
-def tile_for(rows: tuple[tuple[float, RouterTile], ...], tokens: int) -> RouterTile:
+def tile_for(rows: tuple[tuple[float, LaunchTile], ...], tokens: int) -> LaunchTile:
     """The first of (largest T, tile), … that takes `tokens`."""
     return next(tile for limit, tile in rows if tokens <= limit)
 
@@ -262,11 +262,11 @@ def tile_for(rows: tuple[tuple[float, RouterTile], ...], tokens: int) -> RouterT
 # --------------------------------------------------------------------------------------------------- residual_norm
 
 # `splits` is how many programs of the backward kernel share a multiprocessor
-RESIDUAL_NORM: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
+RESIDUAL_NORM: dict[tuple[str, str], tuple[tuple[float, LaunchTile], ...]] = {
     ("fwd", "cuda"): ((math.inf, _cuda(8, 1, BT=1)),),
-    ("fwd", "hip"): ((math.inf, RouterTile({"BT": 1}, {"num_warps": 4, "num_stages": 1})),),
+    ("fwd", "hip"): ((math.inf, LaunchTile({"BT": 1}, {"num_warps": 4, "num_stages": 1})),),
     ("bwd", "cuda"): ((math.inf, _cuda(8, 1, splits=4, BT=1)),),
-    ("bwd", "hip"): ((math.inf, RouterTile({"BT": 1}, {"num_warps": 4, "num_stages": 1}, splits=4)),),
+    ("bwd", "hip"): ((math.inf, LaunchTile({"BT": 1}, {"num_warps": 4, "num_stages": 1}, splits=4)),),
 }
 
 
@@ -274,13 +274,13 @@ RESIDUAL_NORM: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
 
 CCA_VECTOR_TOKENS = 32  # up to here a decode step takes one token at a time
 
-CCA: dict[tuple[str, str], tuple[tuple[float, RouterTile], ...]] = {
+CCA: dict[tuple[str, str], tuple[tuple[float, LaunchTile], ...]] = {
     ("fwd", "cuda"): ((math.inf, _cuda(8, 2, BT=64)),),
     ("fwd", "hip"): ((math.inf, _hip(8, 1, BT=32)),),
     ("step", "cuda"): ((math.inf, _cuda(8, 1, BT=16)),),
     ("step", "hip"): ((math.inf, _hip(4, 2, BT=16)),),
     ("vector", "cuda"): ((CCA_VECTOR_TOKENS, _cuda(8, 1)),),
-    ("vector", "hip"): ((CCA_VECTOR_TOKENS, RouterTile({}, {"num_warps": 8, "num_stages": 1})),),
+    ("vector", "hip"): ((CCA_VECTOR_TOKENS, LaunchTile({}, {"num_warps": 8, "num_stages": 1})),),
     ("bwd_dy", "cuda"): ((math.inf, _cuda(8, 1, BT=64)),),
     ("bwd_dy", "hip"): ((math.inf, _hip(8, 1, BT=32)),),
     ("bwd_dx", "cuda"): ((math.inf, _cuda(8, 2, BT=64)),),

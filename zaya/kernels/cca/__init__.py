@@ -1,17 +1,9 @@
 """`cca`: compressed convolutional attention between its projections and the attention. See reference.py."""
 
 from zaya.kernels import log_once, pick_backend
-from zaya.kernels.cca.reference import (
-    cca_reference,
-    convolve,
-    convolve_called,
-    late_values,
-    means,
-    normalise,
-    rotate,
-)
+from zaya.kernels.cca.reference import assemble, cca_reference, convolve_called, normalise, with_past
 
-__all__ = ["cca", "cca_step", "convolve", "convolve_called", "late_values", "means", "normalise", "rotate"]
+__all__ = ["assemble", "cca", "cca_step", "convolve_called", "normalise", "with_past"]
 
 
 def cca(qkv, depthwise, grouped, temp, rope, first=None, state=None, depth=None, backend="auto"):

@@ -11,7 +11,7 @@ from zaya.kernels.cca import backward, decode
 from zaya.kernels.cca import triton as kernels
 from zaya.kernels.cca.reference import halo_gradients
 from zaya.kernels.launch import Launch, eager, ready
-from zaya.kernels.tiles import CCA, CCA_VECTOR_TOKENS, RouterTile, tile_for
+from zaya.kernels.tiles import CCA, CCA_VECTOR_TOKENS, LaunchTile, tile_for
 
 BACKEND = "hip" if torch.version.hip else "cuda"
 
@@ -33,7 +33,7 @@ def unsupported(qkv: Tensor, depthwise, grouped, cos: Tensor) -> str | None:
 
 
 @functools.cache
-def _launch(kernel: Any, tile: RouterTile, heads: int, groups: int, size: int, **constants: Any) -> Launch:
+def _launch(kernel: Any, tile: LaunchTile, heads: int, groups: int, size: int, **constants: Any) -> Launch:
     shape = {"H": heads, "G": groups, "D": size, "ROOT": math.sqrt(size)} | constants | tile.blocks
     return Launch(kernel, **{k: v for k, v in shape.items() if k in kernel.arg_names}, **tile.options)
 

@@ -26,20 +26,31 @@ def cca_reference(qkv, depthwise, grouped, temp, rope, first=None, state=None, d
     document.
     """
     groups, size = temp.shape[0], grouped[0].shape[1]
-    channels = grouped[0].shape[0]
-    columns, current, delayed = qkv.split([channels, groups * size // 2, groups * size // 2], dim=-1)
-    q, k = columns.split([channels - groups * size, groups * size], dim=-1)
-    reach = depthwise[0].shape[2] + grouped[0].shape[2] - 2
-    columns = F.pad(columns, (0, 0, reach, 0)) if state is None else torch.cat([state[0], columns], dim=1)
-    heads = channels // size
-    mixed = convolve(columns, depthwise, grouped, heads, depth)
+    heads, reach = grouped[0].shape[0] // size, depthwise[0].shape[2] + grouped[0].shape[2] - 2
+    mix = lambda columns: convolve(columns, depthwise, grouped, heads, depth)
+    norm = lambda query, key: normalise(query, key, temp)
+    return assemble(mix, norm, qkv, (heads - groups, groups, size), reach, rope, first, state, depth)
+
+
+def assemble(mix, norm, qkv, sizes, reach, rope, first, state, depth):
+    """`cca_reference` with any convolutions, mix(columns [B, reach + S, C]) -> [B, S, H + G, d], and any
+    norm(query, key). sizes: (H, G, d)."""
+    heads, groups, size = sizes
+    columns, current, delayed = qkv.split([(heads + groups) * size, groups * size // 2, groups * size // 2], dim=-1)
+    q, k = columns.split([heads * size, groups * size], dim=-1)
+    mixed = mix(with_past(columns, state, reach))
     mean_q, mean_k = means(q, k, groups, size)
-    query, key = normalise(mixed[:, :, : heads - groups] + mean_q, mixed[:, :, heads - groups :] + mean_k, temp)
+    query, key = norm(mixed[:, :, :heads] + mean_q, mixed[:, :, heads:] + mean_k)
     start = delayed.new_zeros(delayed.shape[0], 1, delayed.shape[2])
     start = start if first is None else start + first
     late = late_values(delayed, start, start if state is None else state[1], depth)
     value = torch.cat([current, late], dim=-1).unflatten(-1, (groups, size))
     return rotate(query, *rope).to(qkv.dtype), rotate(key, *rope).to(qkv.dtype), value
+
+
+def with_past(columns, state, reach):
+    """columns [B, S, C] behind the `reach` before them: the state's, or zeros at the start."""
+    return F.pad(columns, (0, 0, reach, 0)) if state is None else torch.cat([state[0], columns], dim=1)
 
 
 def means(q, k, groups, size):

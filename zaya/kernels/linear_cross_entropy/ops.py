@@ -13,17 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
 from zaya.kernels import log_once, tiles
-from zaya.kernels.launch import Launch, eager, on_device
+from zaya.kernels.launch import Launch, backend_of, eager, on_device, processors
 from zaya.kernels.linear_cross_entropy import triton as kernels
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def backend_of(x: Tensor) -> str:
-    """The row of the tile table for x's device: "cuda", "hip" or "interpreter"."""
-    if x.device.type == "cpu":
-        return "interpreter"
-    return "hip" if torch.version.hip else "cuda"
 
 
 def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
@@ -50,11 +43,6 @@ def _softmax(tile: tiles.HeadTile, grad: bool) -> Launch:
 @functools.cache
 def _dw_launch(tile: tiles.Tile, tma: bool, add: bool) -> Launch:
     return Launch(kernels.head_dw_kernel, **kernels.dw_constants(tile, tma, add), **tile.launch)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 7
 
 
 @functools.cache
@@ -100,7 +88,7 @@ def _add_product(tile: tiles.HeadTile, grad: Tensor, rows: Tensor, out: Tensor, 
     strides = [s * grad.element_size() % 16 for s in (grad.stride(0), rows.stride(0))]
     tma = tile.tma and not any(strides) and not rows.data_ptr() % 16
     blocks = -(-height // t.bm) * -(-width // t.bn)
-    grid = min(blocks, _processors(grad.device) * t.per_sm) if tma else blocks
+    grid = min(blocks, processors(grad.device) * t.per_sm) if tma else blocks
     a, b = (_descriptor(grad, [t.bk, t.bm]), _descriptor(rows, [t.bk, t.bn])) if tma else (grad, rows)
     _dw_launch(t, tma, not first)((grid,), a, b, out, count, height, width, grad.stride(0), rows.stride(0))
 
@@ -137,7 +125,7 @@ def _run(hidden, weight, labels, bias, ignore_index, z_loss, dtype, gradients):
         count = len(rows)
         block, grad = logits[:count, :vocabulary], grads[:count, :vocabulary]
         _logits(rows, weight, bias, block)
-        grid = min(count, _processors(hidden.device) * tile.per_sm) if tile.per_sm else count
+        grid = min(count, processors(hidden.device) * tile.per_sm) if tile.per_sm else count
         _softmax(tile, wanted)(
             (grid,), block, grad, labels[start:], losses[start:], count, vocabulary, stride, ignore_index, z_loss
         )

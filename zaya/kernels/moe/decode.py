@@ -11,8 +11,8 @@ wait (zaya/kernels/overlap.py). VEC multiplies one token at a time with the pane
 import triton
 import triton.language as tl
 
-from zaya.kernels.moe.triton import _dot
 from zaya.kernels.overlap import gdc_launch_dependents, gdc_wait
+from zaya.kernels.products import dot
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _panel(a, w, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
     acc = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         rows = tl.load(a + token[:, None] * K + k0 + k[None, :], mask=live[:, None], other=0.0)
-        acc = _dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), acc)
+        acc = dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), acc)
     return acc
 
 
@@ -110,8 +110,8 @@ def _panels(a, w, v, K, token, live, BM: tl.constexpr, BN: tl.constexpr, BK: tl.
     right = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         rows = tl.load(a + token[:, None] * stride_a + k0 + k[None, :], mask=live[:, None], other=0.0)
-        left = _dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), left)
-        right = _dot(rows, tl.load(v + n[None, :] * K + k0 + k[:, None]), right)
+        left = dot(rows, tl.load(w + n[None, :] * K + k0 + k[:, None]), left)
+        right = dot(rows, tl.load(v + n[None, :] * K + k0 + k[:, None]), right)
     return left, right
 
 

@@ -15,20 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.errors import UserError
 from zaya.kernels import log_once, tiles
-from zaya.kernels.launch import Launch, eager, on_device, processors
+from zaya.kernels.launch import Launch, backend_of, eager, on_device, processors
 from zaya.kernels.moe import decode, permute
 from zaya.kernels.moe import triton as kernels
 
 Tensor = torch.Tensor
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def backend_of(x: Tensor) -> str:
-    """The row of the tile tables for x's device: "cuda", "hip" or "interpreter"."""
-    if x.device.type == "cpu":
-        return "interpreter"
-    return "hip" if torch.version.hip else "cuda"
 
 
 def unsupported(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> str | None:

@@ -6,31 +6,11 @@ multiprocessor is a persistent schedule and a larger one is an ordinary launch.
 Tiles go down the rows of an expert first, so that neighbours in time share a panel of weights in L2.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
 from zaya.kernels.aot import AotVariant
-
-INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if INTERPRET:  # the interpreter's bf16 products are wrong: widen first
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _tile_at(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """(row tile, column tile): GROUP row tiles share a column before the next column."""
-    band = tile // (GROUP * col_tiles)
-    height = tl.minimum(row_tiles - band * GROUP, GROUP)
-    inside = tile - band * (GROUP * col_tiles)
-    return band * GROUP + inside % height, inside // height
+from zaya.kernels.products import dot, halves, tile_at
 
 
 @triton.jit
@@ -75,12 +55,6 @@ def _load_weight(w, w_row, k0, n0, width, BK: tl.constexpr, BN: tl.constexpr, NT
 
 
 @triton.jit
-def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Left and right half of the columns; free on matrix accumulators, whose columns lie in registers."""
-    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def _store_tile(out, r0, n0, stride, value, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
     """A tile into a grouped buffer [rows, stride]; padding rows belong to the buffer and are written too."""
     if TMA:
@@ -116,7 +90,7 @@ def moe_up_kernel(
     row_tiles = tl.load(offs_ptr + E) // BM
     tiles = row_tiles * (F // BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        m, c = _tile_at(tile, row_tiles, F // BN, GROUP)
+        m, c = tile_at(tile, row_tiles, F // BN, GROUP)
         r0 = m * BM
         n0 = c * BN
         expert = _expert_of(r0, offs_ptr, E, E_PAD)
@@ -125,15 +99,15 @@ def moe_up_kernel(
             acc = tl.zeros((BM, 2 * BN), tl.float32)
             for k0 in range(0, D, BK):
                 b = w.load([expert, 0, n0, k0]).reshape(2 * BN, BK)
-                acc = _dot(_load_rows(x, src, live, r0, k0, stride_x, BK, TMA), b.T, acc)
-            gate, up = _halves(acc, BM, 2 * BN)
+                acc = dot(_load_rows(x, src, live, r0, k0, stride_x, BK, TMA), b.T, acc)
+            gate, up = halves(acc, BM, 2 * BN)
         else:
             gate = tl.zeros((BM, BN), tl.float32)
             up = tl.zeros((BM, BN), tl.float32)
             for k0 in range(0, D, BK):
                 a = _load_rows(x, src, live, r0, k0, stride_x, BK, TMA)
-                gate = _dot(a, _load_weight(w, expert * 2 * F, k0, n0, D, BK, BN, True, TMA), gate)
-                up = _dot(a, _load_weight(w, expert * 2 * F, k0, F + n0, D, BK, BN, True, TMA), up)
+                gate = dot(a, _load_weight(w, expert * 2 * F, k0, n0, D, BK, BN, True, TMA), gate)
+                up = dot(a, _load_weight(w, expert * 2 * F, k0, F + n0, D, BK, BN, True, TMA), up)
         if SAVE:
             _store_tile(pre, r0, n0, 2 * F, gate.to(DTYPE), BM, BN, TMA)
             _store_tile(pre, r0, F + n0, 2 * F, up.to(DTYPE), BM, BN, TMA)
@@ -166,7 +140,7 @@ def moe_rows_kernel(
     row_tiles = tl.load(offs_ptr + E) // BM
     tiles = row_tiles * (N // BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        m, c = _tile_at(tile, row_tiles, N // BN, GROUP)
+        m, c = tile_at(tile, row_tiles, N // BN, GROUP)
         r0 = m * BM
         n0 = c * BN
         w_row = _expert_of(r0, offs_ptr, E, E_PAD) * (N if NT else K)
@@ -174,13 +148,13 @@ def moe_rows_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, K, BK):
             b = _load_weight(w, w_row, k0, n0, K if NT else N, BK, BN, NT, TMA)
-            acc = _dot(_load_rows(a, src, live, r0, k0, K, BK, TMA), b, acc)
+            acc = dot(_load_rows(a, src, live, r0, k0, K, BK, TMA), b, acc)
         token, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
         if WEIGHTED:
             acc = acc * tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)[:, None]
         to = out_ptr + token[:, None] * N + n0
         if SPLIT:
-            left, right = _halves(acc, BM, BN)
+            left, right = halves(acc, BM, BN)
             n = tl.arange(0, BN // 2)[None, :]
             tl.store(to + n, left.to(out_ptr.dtype.element_ty), mask=live[:, None])
             tl.store(to + BN // 2 + n, right.to(out_ptr.dtype.element_ty), mask=live[:, None])
@@ -238,7 +212,7 @@ def moe_dact_kernel(
     row_tiles = tl.load(offs_ptr + E) // BM
     tiles = row_tiles * (F // BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        m, c = _tile_at(tile, row_tiles, F // BN, GROUP)
+        m, c = tile_at(tile, row_tiles, F // BN, GROUP)
         r0 = m * BM
         n0 = c * BN
         w_row = _expert_of(r0, offs_ptr, E, E_PAD) * D
@@ -246,23 +220,23 @@ def moe_dact_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, D, BK):
             b = _load_weight(w, w_row, k0, n0, F, BK, BN, False, TMA)
-            acc = _dot(_load_rows(dy, src, live, r0, k0, stride_dy, BK, TMA), b, acc)
+            acc = dot(_load_rows(dy, src, live, r0, k0, stride_dy, BK, TMA), b, acc)
         token, live = _token_rows(rows_ptr, r0 + tl.arange(0, BM), True)
         p = tl.load(weight_ptr + token, mask=live, other=0.0).to(tl.float32)[:, None]
         if SUB == 1:
             total = _swiglu_gradient(acc, pre, dpre, act, r0, n0, F, p, DTYPE, BM, BN)
         else:
             H: tl.constexpr = BN // 2
-            a, b = _halves(acc, BM, BN)
+            a, b = halves(acc, BM, BN)
             if SUB == 2:
                 total = _swiglu_gradient(a, pre, dpre, act, r0, n0, F, p, DTYPE, BM, H)
                 total += _swiglu_gradient(b, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, H)
             else:
                 Q: tl.constexpr = BN // 4
-                aa, ab = _halves(a, BM, H)
+                aa, ab = halves(a, BM, H)
                 total = _swiglu_gradient(aa, pre, dpre, act, r0, n0, F, p, DTYPE, BM, Q)
                 total += _swiglu_gradient(ab, pre, dpre, act, r0, n0 + Q, F, p, DTYPE, BM, Q)
-                ba, bb = _halves(b, BM, H)
+                ba, bb = halves(b, BM, H)
                 total += _swiglu_gradient(ba, pre, dpre, act, r0, n0 + H, F, p, DTYPE, BM, Q)
                 total += _swiglu_gradient(bb, pre, dpre, act, r0, n0 + H + Q, F, p, DTYPE, BM, Q)
         tl.store(parts_ptr + c.to(tl.int64) * R + r0 + tl.arange(0, BM), total)
@@ -295,13 +269,13 @@ def moe_dw_kernel(
     per_expert = (M // BM) * (N // BN)
     for tile in tl.range(tl.program_id(0), E * per_expert, tl.num_programs(0), flatten=FLATTEN):
         expert = tile // per_expert
-        mt, nt = _tile_at(tile % per_expert, M // BM, N // BN, GROUP)
+        mt, nt = tile_at(tile % per_expert, M // BM, N // BN, GROUP)
         m0 = mt * BM
         n0 = nt * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for r0 in range(tl.load(offs_ptr + expert), tl.load(offs_ptr + expert + 1), BT):
             if TMA:
-                acc = _dot(a.load([r0, m0]).T, b.load([r0, n0]), acc)
+                acc = dot(a.load([r0, m0]).T, b.load([r0, n0]), acc)
             else:
                 r = r0 + tl.arange(0, BT)
                 ra, live = _token_rows(rows_ptr, r, A_TOKENS)
@@ -309,10 +283,10 @@ def moe_dw_kernel(
                 at = a + ra[None, :] * stride_a + m0 + tl.arange(0, BM)[:, None]
                 bt = b + rb[:, None] * stride_b + n0 + tl.arange(0, BN)[None, :]
                 left = tl.load(at, mask=live[None, :], other=0.0)
-                acc = _dot(left, tl.load(bt, mask=live[:, None], other=0.0), acc)
+                acc = dot(left, tl.load(bt, mask=live[:, None], other=0.0), acc)
         to = dw_ptr + (expert.to(tl.int64) * M + m0 + tl.arange(0, BM)[:, None]) * N + n0
         if SPLIT:
-            left, right = _halves(acc, BM, BN)
+            left, right = halves(acc, BM, BN)
             _store_gradient(to + tl.arange(0, BN // 2)[None, :], left, ADD)
             _store_gradient(to + BN // 2 + tl.arange(0, BN // 2)[None, :], right, ADD)
         else:

@@ -10,18 +10,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zaya.kernels import tiles
-from zaya.kernels.launch import Launch, eager, on_device
+from zaya.kernels.launch import Launch, backend_of, eager, on_device, processors
 from zaya.kernels.newton_schulz import triton as kernels
 from zaya.kernels.tiles import NewtonSchulzTiles, Tile
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def backend_of(x: Tensor) -> str:
-    """The row of the tile table for x's device: "cuda", "hip" or "interpreter"."""
-    if x.device.type == "cpu":
-        return "interpreter"
-    return "hip" if torch.version.hip else "cuda"
 
 
 def unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
@@ -38,11 +31,6 @@ def unsupported(x: Tensor, dtype: torch.dtype) -> str | None:
 def _table(x: Tensor) -> NewtonSchulzTiles:
     height, width = sorted(x.shape[-2:])
     return tiles.newton_schulz_tiles(backend_of(x), math.prod(x.shape[:-2]) * height * height)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 7
 
 
 def _up(size: int, block: int) -> int:
@@ -66,7 +54,7 @@ def _update(table: NewtonSchulzTiles, tile: Tile) -> Launch:
 
 
 def _grid(table: NewtonSchulzTiles, tile: Tile, count: int, x: Tensor) -> tuple[int]:
-    return (min(count, _processors(x.device) * tile.per_sm) if table.persistent else count,)
+    return (min(count, processors(x.device) * tile.per_sm) if table.persistent else count,)
 
 
 def _operand(table: NewtonSchulzTiles, x: Tensor, rows: int, columns: int):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zaya.kernels.launch import Launch, eager, processors, ready
 from zaya.kernels.residual_norm import triton as kernels
-from zaya.kernels.tiles import RESIDUAL_NORM, RouterTile, tile_for
+from zaya.kernels.tiles import RESIDUAL_NORM, LaunchTile, tile_for
 
 BACKEND = "hip" if torch.version.hip else "cuda"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,7 +28,7 @@ def unsupported(residual: Tensor, branch: Tensor | None, norm: tuple[Tensor, flo
 
 
 @functools.cache
-def _launch(kernel: Any, tile: RouterTile, width: int, **constants: Any) -> Launch:
+def _launch(kernel: Any, tile: LaunchTile, width: int, **constants: Any) -> Launch:
     return Launch(kernel, D=width, BD=triton.next_power_of_2(width), **constants, **tile.blocks, **tile.options)
 
 

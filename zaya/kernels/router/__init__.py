@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from zaya.kernels import log_once, pick_backend
-from zaya.kernels.router.reference import Routing, choose, router_reference
+from zaya.kernels.router.reference import Routing, choose, count_classes, router_reference
 
-__all__ = ["Routing", "choose", "router", "router_from_hidden"]
+__all__ = ["Routing", "choose", "count_classes", "router", "router_from_hidden"]
 
 
 def router(

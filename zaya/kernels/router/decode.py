@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from zaya.kernels.overlap import gdc_launch_dependents, gdc_wait, prefetch_l2
+from zaya.kernels.products import dot
 from zaya.kernels.router.triton import (
     _choose,
-    _dot,
     _first_layer,
     _gelu,
     _normalise,
@@ -49,7 +49,7 @@ def router_project_kernel(
         k = k0 + tl.arange(0, BK)
         x = tl.load(x_ptr + t[:, None] * stride_x + k[None, :], mask=ok[:, None], other=0.0)
         w = tl.load(w_ptr + n[None, :].to(tl.int64) * D + k[:, None])
-        acc = _dot(x, w.to(x.dtype), acc)
+        acc = dot(x, w.to(x.dtype), acc)
     tl.store(parts_ptr + split * T * R + (t[:, None] * R + n[None, :]), acc, mask=ok[:, None])
     if (tl.program_id(0) == 0) & (split == 0):
         tl.store(ticket_ptr + tl.program_id(2), 0)

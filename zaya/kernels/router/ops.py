@@ -17,7 +17,7 @@ from zaya.kernels.tiles import (
     ROUTER_DECODE_TOKENS,
     ROUTER_VECTOR_TOKENS,
     ROUTER_VECTOR_WIDTH,
-    RouterTile,
+    LaunchTile,
     router_tile,
 )
 
@@ -43,7 +43,7 @@ def _padded(classes: int) -> int:
 
 
 @functools.cache
-def _launch(kernel: Any, tile: RouterTile, **constants: Any) -> Launch:
+def _launch(kernel: Any, tile: LaunchTile, **constants: Any) -> Launch:
     return Launch(kernel, **constants, **tile.blocks, **tile.options)
 
 

@@ -38,3 +38,14 @@ def choose(logits, state, balancing_biases):
     probs = logits.softmax(-1)
     expert_ids = (probs.detach() + balancing_biases).argmax(-1)
     return Routing(expert_ids, probs.gather(1, expert_ids.unsqueeze(1)).squeeze(1), state, logits)
+
+
+@torch.no_grad()
+def count_classes(routing: Routing, real: torch.Tensor | None, classes: int) -> torch.Tensor:
+    """Tokens that chose each class, [classes] int64; padding, where `real` [B, S] is False, is left out."""
+    if real is None and routing.counts is not None:
+        return routing.counts.long()
+    chosen = routing.expert_ids.unsqueeze(1) == torch.arange(classes, device=routing.expert_ids.device)
+    if real is not None:
+        chosen = chosen & real.reshape(-1, 1)
+    return chosen.sum(0)

@@ -7,24 +7,14 @@ weight gradients over a fixed number of token ranges, a third adds the ranges. E
 order (only the integer counts are added atomically), so results are the same bits from run to run.
 """
 
-import os
 from typing import Any
 
 import triton
 import triton.language as tl
 
 from zaya.kernels.aot import AotVariant
+from zaya.kernels.products import dot
 from zaya.kernels.tiles import ROUTER, router_tile
-
-INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@triton.jit
-def _dot(a, b, acc):
-    if INTERPRET:  # the interpreter's bf16 products are wrong: widen first
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -65,13 +55,13 @@ def _normalise(state, eps, R: tl.constexpr):
 def _first_layer(h, w1_ptr, b1_ptr, cc, R: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr):
     k = tl.arange(0, R)
     w1 = tl.load(w1_ptr + cc[None, :] * R + k[:, None]).to(h.dtype)
-    return _dot(h, w1, tl.zeros((BT, BC), tl.float32)) + _vector(b1_ptr, cc)
+    return dot(h, w1, tl.zeros((BT, BC), tl.float32)) + _vector(b1_ptr, cc)
 
 
 @triton.jit
 def _second_layer(acc, g1, w2_ptr, cc, R: tl.constexpr):
     n = tl.arange(0, R)
-    return _dot(g1, tl.load(w2_ptr + n[None, :] * R + cc[:, None]).to(g1.dtype), acc)
+    return dot(g1, tl.load(w2_ptr + n[None, :] * R + cc[:, None]).to(g1.dtype), acc)
 
 
 @triton.jit
@@ -79,7 +69,7 @@ def _probabilities(g2, w3_ptr, BT: tl.constexpr, R: tl.constexpr, C: tl.constexp
     e = tl.arange(0, C_PAD)
     k = tl.arange(0, R)
     w3 = tl.load(w3_ptr + e[None, :] * R + k[:, None], mask=e[None, :] < C, other=0.0).to(g2.dtype)
-    return _softmax(_dot(g2, w3, tl.zeros((BT, C_PAD), tl.float32)), C, C_PAD)
+    return _softmax(dot(g2, w3, tl.zeros((BT, C_PAD), tl.float32)), C, C_PAD)
 
 
 @triton.jit
@@ -206,7 +196,7 @@ def router_bwd_outer_kernel(
     dlogits = ((dweight * weight)[:, None] * (tl.where(chosen, 1.0, 0.0) - p)).to(dtype)
     tl.store(grads + 2 * R + e[None, :], dlogits, mask=row)
     w3 = tl.load(w3_ptr + e[:, None] * R + k[None, :], mask=e[:, None] < C, other=0.0).to(dtype)
-    dz2 = _dot(dlogits, w3, tl.zeros((BT, R), tl.float32)) * _gelu_slope(z2)
+    dz2 = dot(dlogits, w3, tl.zeros((BT, R), tl.float32)) * _gelu_slope(z2)
     tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * (4 * R) + R + k, tl.sum(dz2, 0))
     tl.store(grads + R + k[None, :], dz2.to(dtype), mask=row)
 
@@ -248,11 +238,11 @@ def router_bwd_inner_kernel(
         cc = c0 + tl.arange(0, BC)
         slope = _gelu_slope(_first_layer(h, w1_ptr, b1_ptr, cc, R, BC, BT))
         w2 = tl.load(w2_ptr + k[:, None] * R + cc[None, :]).to(dtype)
-        dz1 = _dot(dz2, w2, tl.zeros((BT, BC), tl.float32)) * slope
+        dz1 = dot(dz2, w2, tl.zeros((BT, BC), tl.float32)) * slope
         tl.store(sums + cc, tl.sum(dz1, 0))
         dz1 = dz1.to(dtype)
         tl.store(grads + cc[None, :], dz1, mask=row)
-        dh = _dot(dz1, tl.load(w1_ptr + cc[:, None] * R + k[None, :]).to(dtype), dh)
+        dh = dot(dz1, tl.load(w1_ptr + cc[:, None] * R + k[None, :]).to(dtype), dh)
 
     state = tl.load(state_ptr + t[:, None] * R + k[None, :], mask=row, other=0.0).to(tl.float32)
     normed, inverse = _normalise(state, eps, R)
@@ -292,7 +282,7 @@ def router_dw_kernel(
         t = (t0 + tl.arange(0, BT)).to(tl.int64)
         a = tl.load(grads_ptr + t[None, :] * M + m[:, None], mask=(t < end)[None, :] & (m < M)[:, None], other=0.0)
         b = tl.load(acts_ptr + t[:, None] * (3 * R) + m0 // R * R + n[None, :], mask=(t < end)[:, None], other=0.0)
-        acc = _dot(a, b, acc)
+        acc = dot(a, b, acc)
     part = parts_ptr + tl.program_id(1).to(tl.int64) * M * R
     tl.store(part + m[:, None] * R + n[None, :], acc, mask=(m < M)[:, None])
 
